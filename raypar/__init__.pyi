@@ -6,11 +6,11 @@ from raypar.actors.expert_parallel.auxiliary_loss import AuxiliaryLoss as Auxili
 from raypar.actors.expert_parallel.experts import run_experts as run_experts
 from raypar.actors.expert_parallel.router_load import RouterLoad as RouterLoad
 from raypar.actors.layers import masks as masks
-from raypar.actors.layers.chunked_attention import chunked_attention as chunked_attention
-from raypar.actors.layers.flex_attention import flex_attention as flex_attention
-from raypar.actors.layers.linear_attention import LinearAttention as LinearAttention
-from raypar.actors.layers.relative_attention import RelativeAttention as RelativeAttention
-from raypar.actors.layers.time_mixing import TimeMixing as TimeMixing
+from raypar.actors.layers.attention.chunked_attention import chunked_attention as chunked_attention
+from raypar.actors.layers.attention.flex_attention import flex_attention as flex_attention
+from raypar.actors.layers.attention.linear_attention import LinearAttention as LinearAttention
+from raypar.actors.layers.attention.relative_attention import RelativeAttention as RelativeAttention
+from raypar.actors.layers.attention.time_mixing import TimeMixing as TimeMixing
 from raypar.actors.mesh.mesh import Mesh as Mesh
 from raypar.actors.specs.data import Batches as Batches
 from raypar.actors.specs.data import Examples as Examples
@@ -19,6 +19,7 @@ from raypar.actors.specs.lora import Lora as Lora
 from raypar.actors.specs.model import GPT as GPT
 from raypar.actors.specs.model import Layers as Layers
 from raypar.actors.specs.model import Llama as Llama
+from raypar.actors.specs.model import RopeScaling as RopeScaling
 from raypar.actors.specs.moe import MoE as MoE
 from raypar.actors.specs.optim import SGD as SGD
 from raypar.actors.specs.optim import AdamW as AdamW
@@ -26,7 +27,6 @@ from raypar.actors.specs.optim import Muon as Muon
 from raypar.actors.specs.precision import LossScale as LossScale
 from raypar.actors.specs.precision import Precision as Precision
 from raypar.actors.specs.resources import Resources as Resources
-from raypar.actors.specs.rope_scaling import RopeScaling as RopeScaling
 from raypar.actors.specs.run import Run as Run
 from raypar.cli.repl import tab_completion as tab_completion
 from raypar.config.automatic import Planned as Planned

@@ -331,12 +331,14 @@ def test_a_public_name_of_torch_is_not():
 MAY_IMPORT = {
     "actors": "actors/specs schedules",
     "actors/autograd": "actors",
-    "actors/checkpoint": "actors actors/machine actors/models",
+    "actors/checkpoint": "actors actors/machine actors/models/tiles",
     "actors/collective": "actors actors/autograd actors/collective/gpu actors/collective/shm actors/machine",
     "actors/collective/gpu": "actors actors/autograd actors/collective",
     "actors/collective/ray": "actors actors/collective",
     "actors/collective/shm": "actors actors/collective actors/machine",
-    "actors/context_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
+    "actors/context_parallel": (
+        "actors actors/autograd actors/collective actors/layers actors/layers/attention actors/models actors/specs"
+    ),
     "actors/data": "actors actors/data/examples actors/data/text actors/machine actors/models actors/specs",
     "actors/data/examples": (
         "actors actors/data actors/data/text actors/data/tokenizers actors/machine actors/specs schedules"
@@ -344,48 +346,58 @@ MAY_IMPORT = {
     "actors/data/text": "actors actors/data actors/data/tokenizers actors/machine actors/specs",
     "actors/data/tokenizers": "actors/machine",
     "actors/data_parallel": (
-        "actors actors/autograd actors/checkpoint actors/collective actors/machine actors/models actors/optim "
-        "actors/specs schedules"
+        "actors actors/autograd actors/checkpoint actors/collective actors/machine actors/models "
+        "actors/models/init actors/models/tiles actors/optim actors/specs schedules"
     ),
     "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs schedules",
     "actors/hugging_face": "actors actors/machine actors/specs schedules",
     "actors/inspect": "actors actors/checkpoint actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
+    "actors/layers/attention": "actors actors/autograd actors/layers actors/specs",
     "actors/machine": "actors actors/specs schedules",
     "actors/mesh": "actors",
     "actors/models": (
         "actors actors/autograd actors/collective actors/expert_parallel actors/hugging_face actors/layers "
-        "actors/specs schedules"
+        "actors/layers/attention actors/models/init actors/models/own actors/specs schedules"
     ),
+    "actors/models/init": "actors actors/autograd actors/expert_parallel",
+    "actors/models/own": (
+        "actors actors/autograd actors/hugging_face actors/models actors/models/init actors/specs schedules"
+    ),
+    "actors/models/tiles": "actors actors/layers actors/models actors/specs",
     "actors/optim": (
-        "actors actors/checkpoint actors/collective actors/data actors/machine actors/models actors/specs "
-        "actors/tensor_parallel"
+        "actors actors/checkpoint actors/collective actors/data actors/machine actors/models "
+        "actors/models/init actors/models/tiles actors/specs actors/tensor_parallel"
     ),
     "actors/pipeline": (
         "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
-        "actors/layers actors/machine actors/models actors/specs schedules"
+        "actors/layers actors/machine actors/models actors/models/init actors/specs schedules"
     ),
     "actors/relayout": "actors actors/checkpoint actors/collective",
     "actors/specs": "actors actors/machine actors/mesh schedules schedules/passes",
-    "actors/tensor_parallel": "actors actors/autograd actors/collective actors/layers actors/models actors/specs",
-    "actors/tensor_parallel/grid": "actors actors/collective actors/layers actors/models actors/tensor_parallel",
+    "actors/tensor_parallel": (
+        "actors actors/autograd actors/collective actors/layers actors/layers/attention actors/models actors/specs"
+    ),
+    "actors/tensor_parallel/grid": (
+        "actors actors/collective actors/layers actors/layers/attention actors/models actors/tensor_parallel"
+    ),
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/collective/ray actors/data_parallel "
-        "actors/expert_parallel actors/inspect actors/layers actors/machine actors/mesh actors/models "
-        "actors/optim actors/pipeline actors/relayout actors/specs actors/tensor_parallel actors/worker/build "
-        "schedules schedules/passes"
+        "actors/expert_parallel actors/inspect actors/layers/attention actors/machine actors/mesh "
+        "actors/models/tiles actors/optim actors/pipeline actors/relayout actors/specs actors/tensor_parallel "
+        "actors/worker/build schedules schedules/passes"
     ),
     "actors/worker/build": (
         "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "
-        "actors/expert_parallel actors/inspect actors/machine actors/mesh actors/models actors/optim "
-        "actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid schedules "
-        "schedules/passes"
+        "actors/expert_parallel actors/inspect actors/machine actors/mesh actors/models actors/models/tiles "
+        "actors/optim actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid "
+        "schedules schedules/passes"
     ),
     "raypar": "actors actors/machine schedules",
     "raypar/calibration": (
-        "actors/collective/ray actors/layers actors/machine actors/mesh actors/specs raypar "
-        "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/job "
-        "raypar/planner raypar/planner/calibrated raypar/planner/memory schedules"
+        "actors/collective/ray actors/layers actors/layers/attention actors/machine actors/mesh actors/specs "
+        "raypar raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
+        "raypar/job raypar/planner raypar/planner/calibrated raypar/planner/memory schedules"
     ),
     "raypar/checkpoint": (
         "actors actors/checkpoint actors/hugging_face actors/machine actors/models actors/specs raypar "
@@ -435,39 +447,42 @@ MAY_IMPORT = {
     "raypar/cluster/placement": "actors/mesh actors/specs raypar raypar/cluster schedules",
     "raypar/config": (
         "actors actors/data actors/data/examples actors/data/text actors/hugging_face actors/machine "
-        "actors/mesh actors/models actors/specs raypar raypar/config/hugging_face raypar/config/validate "
-        "raypar/planner raypar/planner/hardware raypar/planner/operators raypar/planner/sizes "
-        "raypar/planner/timing schedules schedules/checking schedules/generators schedules/passes "
-        "schedules/simulation"
+        "actors/mesh actors/models actors/models/own actors/specs raypar raypar/config/hugging_face "
+        "raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators "
+        "raypar/planner/sizes raypar/planner/timing schedules schedules/checking schedules/generators "
+        "schedules/passes schedules/simulation"
     ),
     "raypar/config/hugging_face": (
-        "actors actors/hugging_face actors/models actors/specs raypar raypar/config schedules"
+        "actors actors/hugging_face actors/models/own actors/specs raypar raypar/config schedules"
     ),
-    "raypar/config/trial": "actors actors/data actors/models actors/specs actors/worker/build schedules",
+    "raypar/config/trial": (
+        "actors actors/data actors/models actors/models/init actors/models/own actors/specs "
+        "actors/worker/build schedules"
+    ),
     "raypar/config/validate": (
         "actors actors/autograd actors/context_parallel actors/data actors/data/examples actors/data/text "
-        "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/optim "
-        "actors/specs actors/worker/build raypar raypar/config raypar/config/trial schedules"
+        "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/models/init "
+        "actors/models/own actors/models/tiles actors/optim actors/specs actors/worker/build raypar "
+        "raypar/config raypar/config/trial schedules"
     ),
     "raypar/doctor": (
         "actors/collective/ray actors/machine raypar raypar/cluster raypar/cluster/lifecycle "
         "raypar/cluster/nodes raypar/cluster/placement schedules"
     ),
     "raypar/job": (
-        "actors actors/machine actors/models actors/specs actors/worker raypar raypar/checkpoint "
-        "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
-        "raypar/config/validate raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start "
-        "raypar/job/stepping raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory "
-        "raypar/reporting schedules"
+        "actors actors/machine actors/specs actors/worker raypar raypar/checkpoint raypar/cluster/lifecycle "
+        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/config/validate raypar/job/layout "
+        "raypar/job/look raypar/job/recover raypar/job/start raypar/job/stepping raypar/job/steps "
+        "raypar/job/text raypar/planner raypar/planner/memory raypar/reporting schedules"
     ),
     "raypar/job/layout": (
         "actors/data actors/machine actors/mesh actors/models actors/specs raypar raypar/config "
         "raypar/config/validate raypar/job/start raypar/planner raypar/reporting schedules"
     ),
     "raypar/job/look": (
-        "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/cluster/calls "
-        "raypar/config raypar/job/start raypar/job/steps raypar/planner raypar/reporting schedules "
-        "schedules/drawing"
+        "actors actors/collective actors/mesh actors/models actors/models/tiles actors/specs raypar "
+        "raypar/cluster/calls raypar/config raypar/job/start raypar/job/steps raypar/planner raypar/reporting "
+        "schedules schedules/drawing"
     ),
     "raypar/job/recover": (
         "actors actors/checkpoint actors/machine actors/mesh actors/relayout actors/specs raypar "
@@ -485,13 +500,13 @@ MAY_IMPORT = {
     ),
     "raypar/job/stepping": (
         "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/cluster/calls raypar/config "
+        "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/config raypar/job/start "
         "raypar/reporting schedules schedules/drawing"
     ),
     "raypar/job/steps": (
         "actors actors/data actors/data/tokenizers actors/mesh actors/models actors/specs actors/worker/build "
-        "raypar raypar/cluster raypar/cluster/calls raypar/config raypar/job/recover raypar/job/start "
-        "raypar/job/stepping raypar/reporting schedules schedules/passes"
+        "raypar raypar/cluster raypar/cluster/calls raypar/job/recover raypar/job/start raypar/job/stepping "
+        "raypar/reporting schedules schedules/passes"
     ),
     "raypar/job/text": (
         "actors actors/data/tokenizers actors/machine actors/specs raypar raypar/config "
@@ -502,9 +517,9 @@ MAY_IMPORT = {
         "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start schedules"
     ),
     "raypar/planner": (
-        "actors/machine actors/mesh actors/models actors/optim actors/specs raypar raypar/planner/calibrated "
-        "raypar/planner/formulas raypar/planner/hardware raypar/planner/memory raypar/planner/search "
-        "raypar/planner/sizes schedules schedules/passes schedules/simulation"
+        "actors/machine actors/mesh actors/models actors/models/tiles actors/optim actors/specs raypar "
+        "raypar/planner/calibrated raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
+        "raypar/planner/search raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
     "raypar/planner/calibrated": (
         "actors actors/machine actors/mesh actors/models actors/specs raypar raypar/planner "
@@ -517,13 +532,14 @@ MAY_IMPORT = {
         "actors/machine actors/mesh actors/models actors/specs raypar/planner/sizes schedules schedules/simulation"
     ),
     "raypar/planner/operators": (
-        "actors actors/autograd actors/collective actors/models raypar/planner/hardware raypar/planner/timing schedules"
+        "actors actors/autograd actors/collective actors/models actors/models/own raypar/planner/hardware "
+        "raypar/planner/timing schedules"
     ),
     "raypar/planner/search": (
         "actors/mesh actors/specs raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
         "raypar/planner/timing schedules"
     ),
-    "raypar/planner/sizes": "actors/data_parallel actors/mesh actors/models actors/specs schedules",
+    "raypar/planner/sizes": "actors/data_parallel actors/mesh actors/models actors/models/tiles actors/specs schedules",
     "raypar/planner/timing": (
         "actors/mesh actors/models actors/specs raypar/planner/formulas raypar/planner/hardware "
         "raypar/planner/memory raypar/planner/sizes schedules schedules/passes schedules/simulation"

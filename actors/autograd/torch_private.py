@@ -16,8 +16,8 @@ are in the files of their subjects, import the private names from this file, and
   sympy to check their shapes: 2 s and 40 MiB.
 - ``actors/optim/optimizer.py``: ``add_param_group`` and ``step`` of torch's optimizers without their decorators, which
   import the compiler.
-- ``actors/models/deferred_init.py``: modes that do not import it (``DispatchMode``), and that skip the ops that fill a
-  meta tensor with random values, which import it too.
+- ``actors/models/init/deferred_init.py``: modes that do not import it (``DispatchMode``), and that skip the ops that
+  fill a meta tensor with random values, which import it too.
 - ``actors/layers/positions.py``: tables of positions are computed at first use: on the meta device that imports sympy.
 
 Attributes of modules that torch's own documentation and all libraries around it use (``_parameters``, ``_buffers``,

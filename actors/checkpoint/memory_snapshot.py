@@ -19,15 +19,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raypar.actors.checkpoint.logical import DTYPES, Logical, Shape, Stored
-from raypar.actors.checkpoint.shards import AtHand, ShardFile, stored_in
+from raypar.actors.checkpoint.logical import Logical, Shape, Stored
+from raypar.actors.checkpoint.shards import AtHand, ShardFile, logical_tensors, spelled_dtype
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors, write_whole
 from raypar.actors.machine.memory_files import reserve
 from raypar.actors.machine.process_identity import ProcessIdentity, open_files
-from raypar.actors.models.tile_names import untiled
 from raypar.actors.safetensors_header import beginning_of, read_beginning
 from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
@@ -300,12 +299,9 @@ class _Header:
     @classmethod
     def for_tensors(cls, rank: int, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> _Header:
         """Describe tensors of a rank, the widest dtypes first, so that all are aligned."""
-        kinds, logical = {}, dict[str, Logical]()
-        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-            part, whole = stored_in(str(rank), name, tensor, shards.get(name)), untiled(name)
-            before = logical[whole].slices if whole in logical else ()
-            logical[whole] = Logical(part.dtype, part.shape, (*before, *part.slices))
-            kinds[name] = (DTYPES[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
+        ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+        logical = logical_tensors(str(rank), ordered, shards)
+        kinds = {name: (spelled_dtype(name, tensor), tuple(tensor.shape)) for name, tensor in ordered.items()}
         return cls(None, kinds, logical)
 
     @classmethod

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from raypar.actors.checkpoint.logical import DTYPES, Logical, Stored
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors, plain_size, write_whole
+from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.sharding import Shard
 
@@ -64,7 +65,25 @@ def stored_in(file: str, name: str, tensor: Tensor, shard: Shard | None = None) 
     """
     shard = shard or Shard(tuple(tensor.shape))
     stored = Stored(file, name, shard.offset, tuple(tensor.shape))
-    return Logical(_spelled(name, tensor), shard.whole, (stored,))
+    return Logical(spelled_dtype(name, tensor), shard.whole, (stored,))
+
+
+def logical_tensors(file: str, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> dict[str, Logical]:
+    """Describe the tensors of a shard file as logical tensors; tiles are slices of one.
+
+    Args:
+        file: Name of the shard file.
+        tensors: The tensors by name in the file.
+        shards: By name, the part of its logical tensor that a tensor is; tensors without an entry are whole.
+
+    Raises:
+        CheckpointError: Shard files cannot hold a tensor's dtype.
+    """
+    found = dict[str, Logical]()
+    for name, tensor in tensors.items():
+        part, whole = stored_in(file, name, tensor, shards.get(name)), untiled(name)
+        found[whole] = Logical(part.dtype, part.shape, (*(found[whole].slices if whole in found else ()), *part.slices))
+    return found
 
 
 def write_shard(
@@ -142,7 +161,7 @@ def _bytes_of(tensors: Mapping[str, Tensor], at_hand: AtHand | None) -> Iterator
     """Yield the file's bytes: length of the header, header, then each tensor, in parts of a few megabytes."""
     import torch
 
-    kinds = [(name, _spelled(name, one), one.shape, one.numel() * one.element_size()) for name, one in tensors.items()]
+    kinds = [(name, spelled_dtype(name, one), one.shape, one.nbytes) for name, one in tensors.items()]
     yield memoryview(beginning_of(kinds))
     for tensor in tensors.values():
         flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
@@ -151,7 +170,7 @@ def _bytes_of(tensors: Mapping[str, Tensor], at_hand: AtHand | None) -> Iterator
                 yield part.cpu().contiguous().view(torch.uint8).numpy().data
 
 
-def _spelled(name: str, tensor: Tensor) -> str:
+def spelled_dtype(name: str, tensor: Tensor) -> str:
     """Return a tensor's dtype in safetensors' spelling.
 
     Raises CheckpointError if safetensors cannot hold the tensor.

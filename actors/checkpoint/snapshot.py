@@ -13,10 +13,10 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.assembler import Assembler, ShardSource
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
+from raypar.actors.checkpoint.shards import ShardFile, logical_tensors, write_shard
 from raypar.actors.errors import CheckpointError, OffloadError
 from raypar.actors.machine.offload_storage import OffloadStorage
-from raypar.actors.models.tile_names import untiled
+from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.tensors import nbytes
 
@@ -107,11 +107,7 @@ class Copies:
         tensors, shards = taken
         if not tensors:
             return None
-        saved = dict[str, Logical]()
-        for name, tensor in tensors.items():
-            part, whole = stored_in(file, name, tensor, shards.get(name)), untiled(name)
-            slices = (*saved[whole].slices, *part.slices) if whole in saved else part.slices
-            saved[whole] = Logical(part.dtype, part.shape, slices)
+        saved = logical_tensors(file, tensors, shards)
         spare = sum(map(nbytes, tensors.values())) / _SLOWEST if beside else 0.0
         try:
             return write_shard(folder, file, tensors, spare, self._storage.accessible), saved

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -119,21 +120,6 @@ def _done(timeout: float) -> None:
     """Return at once: the Finish of a step in which this member does not take part."""
 
 
-class _Task:
-    """An op that the thread of a line performs."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        self.work, self.over = work, threading.Event()
-        self.error: Exception | None = None
-
-    def perform(self) -> None:
-        try:
-            self.work()
-        except Exception as error:
-            self.error = error
-        self.over.set()
-
-
 class _Line:
     """A thread that performs ops one after the other, so that they go on while the actor computes.
 
@@ -142,7 +128,7 @@ class _Line:
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks = SimpleQueue[_Task | None]()
+        self._tasks = SimpleQueue[tuple[Callable[[], None], Future[None]] | None]()
         self._thread = threading.Thread(target=self._run, name=f"group {name}", daemon=True)
         self._thread.start()
 
@@ -156,14 +142,11 @@ class _Line:
         Returns:
             The function that waits for it.
         """
-        task = _Task(work)
-        self._tasks.put(task)
+        done = Future[None]()
+        self._tasks.put((work, done))
 
         def finish(timeout: float) -> None:
-            if not task.over.wait(timeout):
-                raise TimeoutError
-            if task.error is not None:
-                raise task.error
+            done.result(timeout)
             if back is not None:
                 back()
 
@@ -175,4 +158,8 @@ class _Line:
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task.perform()
+            work, done = task
+            try:
+                done.set_result(work())
+            except Exception as error:
+                done.set_exception(error)

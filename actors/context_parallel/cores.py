@@ -20,7 +20,7 @@ from raypar.actors.context_parallel.experts import ExpertsOfTokens
 from raypar.actors.context_parallel.kv_exchange import AllGather, Carrier, Ring
 from raypar.actors.context_parallel.ring_attention import Bias, View, ring_attend
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.layers.attention import Attention, Core, seen_before
+from raypar.actors.layers.attention.attention import Attention, Core, seen_before
 from raypar.actors.layers.dropout import sharded_dropout
 from raypar.actors.layers.masks import sliding_window
 from raypar.actors.models.base import Kind

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from raypar.actors.tensors import nbytes
 
 
+@dataclass(eq=False)
 class Bucket:
     """Parameters of one stage and one dtype whose gradients are communicated as one flat tensor.
 
@@ -19,29 +21,26 @@ class Bucket:
     else 0. The flags are summed over the replicas with the gradients. They distinguish a parameter that no replica used
     (its gradient stays None, as in one process) from a parameter whose gradient is zero.
 
-    Args:
+    Attributes:
         stage: Number of the stage.
         owner: Index of the Reducer's channel that the gradients go to.
         parameters: The parameters by logical name, in the order of the flat tensor.
         strides: The strides of the gradients of sharded parameters; they are known only while a parameter is gathered.
-
-    Attributes:
         elements: Number of elements of all parameters together, without the flags.
     """
 
-    def __init__(
-        self,
-        stage: int,
-        owner: int,
-        parameters: Mapping[str, nn.Parameter],
-        strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    ) -> None:
-        self.stage, self.owner, self.parameters = stage, owner, dict(parameters)
-        members = list(self.parameters.values())
-        *starts, self.elements = accumulate((p.numel() for p in members), initial=0)
+    stage: int
+    owner: int
+    parameters: Mapping[str, nn.Parameter]
+    strides: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._like: Tensor = next(iter(self.parameters.values()))
+        *starts, self.elements = accumulate((p.numel() for p in self.parameters.values()), initial=0)
         dense = {name: torch.empty_like(p).stride() for name, p in self.parameters.items()}  # even where p is not
-        self._where = {name: (start, strides.get(name, dense[name])) for name, start in zip(dense, starts, strict=True)}
-        self._like: Tensor = members[0]
+        self._where = {
+            name: (start, self.strides.get(name, dense[name])) for name, start in zip(dense, starts, strict=True)
+        }
 
     @property
     def size(self) -> int:

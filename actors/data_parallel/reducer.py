@@ -78,6 +78,7 @@ class _Transfer:
 _MOST_FLATS = 2  # concurrent reductions whose flat tensors are freed; more would need more memory
 
 
+@dataclass(eq=False)
 class Reducer:
     """Reduces each bucket as soon as its last gradient is complete, during the last backward of its stage.
 
@@ -93,7 +94,7 @@ class Reducer:
     gradients may become complete in another order. That a parameter has no gradient is known only at the end of a
     backward, see ``flush``.
 
-    Args:
+    Attributes:
         buckets: Buckets in the order of the stages' last backwards; within a stage, in the order in which the backward
             computes the gradients.
         channels: The channel of each bucket owner.
@@ -101,40 +102,31 @@ class Reducer:
         sums: The sums that this actor gets.
         rounds: The stages in the order in which a step reduces them; a stage comes once for each of its rounds.
         frees_buckets: Whether flat tensors are freed after each reduction; with several rounds they always are.
-
-    Attributes:
-        sums: The sums that this actor gets.
         bucket_bytes: The bytes of gradients in flat tensors that are freed; None if they are kept for the whole run.
 
     Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2;
     Rajbhandari et al. 2020, "ZeRO", section 5.2 (P_os+g) for ``frees_buckets``.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        channels: Sequence[Channel],
-        device: ComputeDevice,
-        sums: GradientSums,
-        rounds: Sequence[int] | None = None,
-        *,
-        frees_buckets: bool = False,
-    ) -> None:
-        self._buckets = buckets
-        self._channels = channels
-        self._device = device
-        self.sums = sums
-        stages = list(dict.fromkeys(bucket.stage for bucket in buckets)) if rounds is None else list(rounds)
-        self._order = [n for stage in stages for n, bucket in enumerate(buckets) if bucket.stage == stage]
-        self._frees_buckets = frees_buckets or len(set(stages)) < len(stages)
-        self.bucket_bytes = HighWater() if self._frees_buckets else None
-        self._flats = [None if self._frees_buckets else self._empty(number) for number in range(len(buckets))]
+    buckets: Sequence[Bucket]
+    channels: Sequence[Channel]
+    device: ComputeDevice
+    sums: GradientSums
+    rounds: Sequence[int] | None = None
+    frees_buckets: bool = False
+
+    def __post_init__(self) -> None:
+        stages = list(dict.fromkeys(one.stage for one in self.buckets)) if self.rounds is None else list(self.rounds)
+        self._order = [n for stage in stages for n, bucket in enumerate(self.buckets) if bucket.stage == stage]
+        self.frees_buckets |= len(set(stages)) < len(stages)
+        self.bucket_bytes = HighWater() if self.frees_buckets else None
+        self._flats = [None if self.frees_buckets else self._empty(number) for number in range(len(self.buckets))]
         self.begin()
 
     def begin(self) -> None:
         """Begin a step, and drop the state of an interrupted one."""
-        self._missing: list[set[Tensor]] = [set(self._buckets[number].parameters.values()) for number in self._order]
-        self._positions: list[list[int]] = [[] for _ in self._buckets]  # by bucket, of open rounds
+        self._missing: list[set[Tensor]] = [set(self.buckets[number].parameters.values()) for number in self._order]
+        self._positions: list[list[int]] = [[] for _ in self.buckets]  # by bucket, of open rounds
         for position, number in enumerate(self._order):
             self._positions[number].append(position)
         self._transfers: list[_Transfer] = []
@@ -142,7 +134,7 @@ class Reducer:
         self.sums.begin()
         self._spent: list[tuple[float, float]] = []  # (start, end) marks: time spent here instead of on compute
         if self.bucket_bytes is not None:
-            self._flats = [None] * len(self._buckets)
+            self._flats = [None] * len(self.buckets)
             self.bucket_bytes.add(-self.bucket_bytes.now)
             self.bucket_bytes.begin()
 
@@ -164,7 +156,7 @@ class Reducer:
         """
         arrived = self._complete if last else self._move_in
         with ExitStack() as hooks:
-            for number, bucket in enumerate(self._buckets):
+            for number, bucket in enumerate(self.buckets):
                 for name, parameter in bucket.parameters.items() if bucket.stage == stage else ():
                     if left is None or parameter in left:
                         hook = parameter.register_post_accumulate_grad_hook(partial(arrived, number, name))
@@ -181,14 +173,14 @@ class Reducer:
         """
         return {
             parameter: partial(self._view, number, name)
-            for number, bucket in enumerate(self._buckets)
+            for number, bucket in enumerate(self.buckets)
             if bucket.stage == stage and bucket.grad_dtype == bucket.dtype
             for name, parameter in bucket.parameters.items()
         }
 
     def flush(self, stage: int) -> None:
         """Note that the last backward of a stage's round is over, and start the complete buckets."""
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self.buckets):
             if bucket.stage == stage and self._positions[number]:
                 self._missing[self._positions[number].pop(0)].clear()
         self._start()
@@ -205,8 +197,8 @@ class Reducer:
         self._collect(0)
         finishing = [
             self.sums.finish(number, finish, partial(self._empty, number))
-            for number, bucket in enumerate(self._buckets)
-            if number in self.sums and (finish := self._channels[bucket.owner].finish) is not None
+            for number, bucket in enumerate(self.buckets)
+            if number in self.sums and (finish := self.channels[bucket.owner].finish) is not None
         ]
         for handle in finishing:
             if handle is not None:
@@ -237,17 +229,17 @@ class Reducer:
         Args:
             tensor: A tensor of any shape and dtype.
         """
-        self._channels[0].sum_on_host(tensor).wait()
+        self.channels[0].sum_on_host(tensor).wait()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the gradients that this actor keeps: of all, or, if flat tensors are freed, of the sums."""
-        return sum(bucket.num_bytes for bucket in self._buckets) if self.bucket_bytes is None else self.sums.num_bytes
+        return sum(bucket.num_bytes for bucket in self.buckets) if self.bucket_bytes is None else self.sums.num_bytes
 
     @property
     def names(self) -> frozenset[str]:
         """Logical names of the parameters whose gradients are reduced."""
-        return frozenset(name for bucket in self._buckets for name in bucket.parameters)
+        return frozenset(name for bucket in self.buckets for name in bucket.parameters)
 
     @property
     def spans(self) -> list[Span]:
@@ -267,7 +259,7 @@ class Reducer:
         It is 1 - (seconds spent on starting buckets and waiting for them) / (seconds in which at least one bucket was
         being reduced). A second in which several buckets are being reduced counts once.
         """
-        when, under_way, reached = self._device.seconds, 0.0, 0.0
+        when, under_way, reached = self.device.seconds, 0.0, 0.0
         for transfer in self._transfers:
             start, end = when(transfer.start), when(transfer.end)
             under_way += max(0.0, end - max(reached, start))
@@ -277,8 +269,8 @@ class Reducer:
 
     def _empty(self, number: int) -> Tensor:
         """Allocate the flat tensor of a bucket."""
-        bucket = self._buckets[number]
-        return self._channels[bucket.owner].empty(bucket.size, bucket.grad_dtype)
+        bucket = self.buckets[number]
+        return self.channels[bucket.owner].empty(bucket.size, bucket.grad_dtype)
 
     def _flat(self, number: int) -> Tensor:
         """Return the flat tensor of a bucket; allocate it if need be."""
@@ -286,16 +278,16 @@ class Reducer:
         if flat is None:
             flat = self._flats[number] = self._empty(number)
             if self.bucket_bytes is not None:
-                self.bucket_bytes.add(self._buckets[number].num_bytes)
+                self.bucket_bytes.add(self.buckets[number].num_bytes)
         return flat
 
     def _view(self, number: int, name: str) -> Tensor:
         """Return the view of a bucket's flat tensor for the gradient of a parameter."""
-        return self._buckets[number].view(name, self._flat(number))
+        return self.buckets[number].view(name, self._flat(number))
 
     def _move_in(self, number: int, name: str, parameter: Tensor) -> None:
         """Move a gradient into bucket ``number``."""
-        self._buckets[number].move_in(name, self._flat(number))
+        self.buckets[number].move_in(name, self._flat(number))
 
     def _complete(self, number: int, name: str, parameter: Tensor) -> None:
         """Move a complete gradient into bucket ``number``, and start the buckets that are complete now."""
@@ -313,12 +305,12 @@ class Reducer:
         """Start the complete buckets, in order, up to the first one that is not complete."""
         while (position := len(self._transfers)) < len(self._order) and not self._missing[position]:
             number = self._order[position]
-            bucket, flat, start = self._buckets[number], self._flat(number), self._device.mark()
+            bucket, flat, start = self.buckets[number], self._flat(number), self.device.mark()
             bucket.fill(flat)
-            handle = self._channels[bucket.owner].start(flat)
+            handle = self.channels[bucket.owner].start(flat)
             self._transfers.append(_Transfer(number, bucket, flat, handle, nbytes(flat), start))
-            self._spent.append((start, self._device.mark()))
-            if self._frees_buckets:
+            self._spent.append((start, self.device.mark()))
+            if self.frees_buckets:
                 bucket.drop_gradients()
                 self._flats[number] = None
                 self._collect(_MOST_FLATS)
@@ -330,7 +322,7 @@ class Reducer:
             assert transfer.flat is not None
             transfer.end = self._wait(transfer.handle)
             number, flat, transfer.flat = transfer.number, transfer.flat, None
-            if self._channels[transfer.bucket.owner].gets_sum:
+            if self.channels[transfer.bucket.owner].gets_sum:
                 self.sums.add(number, flat)
             self._arrived += 1
             if self.bucket_bytes is not None:
@@ -338,8 +330,8 @@ class Reducer:
 
     def _wait(self, handle: Waitable) -> float:
         """Wait for a communication, and return the mark of its end."""
-        before = self._device.mark()
+        before = self.device.mark()
         handle.wait()
-        after = self._device.mark()
+        after = self.device.mark()
         self._spent.append((before, after))
         return after

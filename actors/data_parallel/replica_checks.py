@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.collective.group import Group
-from raypar.actors.models.deferred_init import slots_of
-from raypar.actors.models.unregistered import unregistered
+from raypar.actors.models.init.deferred_init import slots_of
+from raypar.actors.models.init.unregistered import unregistered
 
 
 def fixed_weights(

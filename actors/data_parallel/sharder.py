@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -13,21 +14,22 @@ from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.base import Model
-from raypar.actors.models.cast import cast
-from raypar.actors.models.tile_names import tile_of
-from raypar.actors.models.tiled import TiledLinear, tiled_in
+from raypar.actors.models.init.cast import cast
+from raypar.actors.models.tiles.tile_names import tile_of
+from raypar.actors.models.tiles.tiled import TiledLinear, tiled_in
 from raypar.actors.optim.masters import master_of
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of
 
 
+@dataclass(eq=False)
 class Sharder:
     """Builds the layers of an actor unit by unit and shards them, so that at most one unit is whole at a time.
 
     A unit is some consecutive layers of the model's body, or one other layer, such as an embedding or a head. A weight
     that several layers of the actor share is a unit by itself.
 
-    Args:
+    Attributes:
         model: The model.
         make: Builds the layers with these indices, with their initial weights, and adds them to ``modules``.
         modules: The layers that are built, by index.
@@ -40,97 +42,83 @@ class Sharder:
         layers: Number of layers of the body in a unit.
         precision: The run's precision, to which layers are cast before their weights are sharded.
         is_own: Whether the layers are the user's, which may use their weights in unusual ways.
-
-    Attributes:
         shards: The parameters that this actor keeps, by logical name, in the dtype in which layers compute.
         masters: The tensors that the optimizer updates, by logical name: these shards, or fp32 masters of them.
         gathered: The bytes of units that are whole.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        make: Callable[[Sequence[int]], None],
-        modules: Mapping[int, nn.Module],
-        same: Mapping[str, str],
-        owners: Owners,
-        groups: Mapping[str, Group],
-        shard_storage: OffloadStorage,
-        master_storage: OffloadStorage,
-        layers: int,
-        precision: Precision,
-        *,
-        is_own: bool,
-    ) -> None:
-        self._model = model
-        self._make = make
-        self._modules = modules
-        self._same = same
-        self._owners, self._replicas, self._layers = owners, groups, layers
-        self._shared = frozenset(same.values())
-        self._tied: dict[str, Unit] = {}
-        self._precision, self._is_own = precision, is_own
-        self._shard_storage, self._master_storage = shard_storage, master_storage
-        self.shards: dict[str, nn.Parameter] = {}
-        self.masters: dict[str, nn.Parameter] = {}
-        self.gathered = HighWater()
+    model: Model
+    make: Callable[[Sequence[int]], None]
+    modules: Mapping[int, nn.Module]
+    same: Mapping[str, str]
+    owners: Owners
+    groups: Mapping[str, Group]
+    shard_storage: OffloadStorage
+    master_storage: OffloadStorage
+    layers: int
+    precision: Precision
+    is_own: bool
+    shards: dict[str, nn.Parameter] = field(default_factory=dict)
+    masters: dict[str, nn.Parameter] = field(default_factory=dict)
+    gathered: HighWater = field(default_factory=HighWater)
+    _tied: dict[str, Unit] = field(default_factory=dict)
 
     def shard(self, layers: Sequence[int]) -> StageWeights:
         """Build the layers of a stage and shard their weights."""
         units: list[Unit] = []
-        uses: list[list[int]] = []
-        tiles: list[list[int]] = []
-        for members in self._groups(layers):
+        uses: list[tuple[int, ...]] = []
+        tiles: list[tuple[int, ...]] = []
+        for members in self._layers_of_units(layers):
             initial = self._built(members)
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own, initial) for index in members]
-            experts = {name: own.pop(name) for name in own.keys() & self._owners.experts}
-            if "edp.gather" not in self._replicas and not self._shard_storage.is_off_device:
+            experts = {name: own.pop(name) for name in own.keys() & self.owners.experts}
+            if "edp.gather" not in self.groups and not self.shard_storage.is_off_device:
                 self._keep(experts, initial)  # no other actor has them
                 experts = {}
             unit = [self._unit(one, initial) for one in (own, dict(sorted(experts.items()))) if one]
             units += unit
             for index, shared in zip(members, tied, strict=True):
                 units += [one for one in shared if one not in units]
-                uses.append([units.index(one) for one in (*unit, *shared)])
+                uses.append(tuple(units.index(one) for one in (*unit, *shared)))
                 cut = [self._unit(tile, initial) for tile in self._tiles(index)]
-                tiles.append([*range(len(units), len(units) + len(cut))])
+                tiles.append(tuple(range(len(units), len(units) + len(cut))))
                 units += cut
-        weights = StageWeights(units, uses, tiles, is_guarded=self._is_own)
+        weights = StageWeights(units, uses, tiles, is_guarded=self.is_own)
         for number, index in enumerate(layers):
-            weights.watch_tiles(number, tiled_in(self._modules[index]))
+            weights.watch_tiles(number, tiled_in(self.modules[index]))
         return weights
 
     def _tiles(self, index: int) -> Iterator[dict[str, nn.Parameter]]:
         """Yield the parameters of each tile of a layer, by logical name."""
-        for path, module in self._modules[index].named_modules(prefix=self._model.names[index]):
+        for path, module in self.modules[index].named_modules(prefix=self.model.names[index]):
             if isinstance(module, TiledLinear):
                 for inner, tile in module.named_children():
                     yield {f"{path}.{inner}.{name}": parameter for name, parameter in tile.named_parameters()}
 
-    def _groups(self, layers: Sequence[int]) -> Iterator[list[int]]:
+    def _layers_of_units(self, layers: Sequence[int]) -> Iterator[list[int]]:
         """Divide the layers of a stage into those of each unit."""
-        body = [index for index in layers if index in self._model.body]
-        yield from ([index] for index in layers if index < self._model.body.start)
-        yield from (body[start : start + self._layers] for start in range(0, len(body), self._layers))
-        yield from ([index] for index in layers if index >= self._model.body.stop)
+        body = [index for index in layers if index in self.model.body]
+        yield from ([index] for index in layers if index < self.model.body.start)
+        yield from (body[start : start + self.layers] for start in range(0, len(body), self.layers))
+        yield from ([index] for index in layers if index >= self.model.body.stop)
 
     def _built(self, members: Sequence[int]) -> dict[str, Tensor]:
         """Build the layers of a unit, cast them, and return the owned weights before the cast, by logical name."""
-        self._make(members)
-        modules = [self._modules[index] for index in members]
-        if not self._precision.is_half:
+        self.make(members)
+        modules = [self.modules[index] for index in members]
+        if not self.precision.is_half:
             return {}
-        named = ((self._model.names[index], self._modules[index].named_parameters()) for index in members)
+        named = ((self.model.names[index], self.modules[index].named_parameters()) for index in members)
         initial = {f"{layer}.{inner}": parameter.detach() for layer, inside in named for inner, parameter in inside}
-        cast(modules, dtype_of(self._precision.compute), dtype_of(self._precision.reduce))
-        return {name: weight for name, weight in initial.items() if self._owners.is_own(name)}
+        cast(modules, dtype_of(self.precision.compute), dtype_of(self.precision.reduce))
+        return {name: weight for name, weight in initial.items() if self.owners.is_own(name)}
 
     def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
         """Shard parameters that the same actors hold as a unit, and create the masters of the owned ones."""
-        key = "gather" if self._owners.experts.isdisjoint(parameters) else "edp.gather"
-        ranks = {name: self._owners.rank(name) for name in parameters}
-        unit = Unit(parameters, ranks, self._replicas.get(key), self._shard_storage, self.gathered)
+        key = "gather" if self.owners.experts.isdisjoint(parameters) else "edp.gather"
+        ranks = {name: self.owners.rank(name) for name in parameters}
+        unit = Unit(parameters, ranks, self.groups.get(key), self.shard_storage, self.gathered)
         self._keep(unit.shards, initial)
         return unit
 
@@ -138,16 +126,16 @@ class Sharder:
         """Keep shards, or parameters that are always whole, and create the masters of the owned ones."""
         self.shards |= shards
         for name, shard in shards.items():
-            if self._owners.is_own(name):
-                self.masters[name] = master_of(shard, initial.get(name, shard), self._precision, self._master_storage)
+            if self.owners.is_own(name):
+                self.masters[name] = master_of(shard, initial.get(name, shard), self.precision, self.master_storage)
 
     def _sort(self, index: int, own: dict[str, nn.Parameter], initial: Mapping[str, Tensor]) -> list[Unit]:
         """Add the parameters of a layer that no other layer shares to ``own``, and return the units of shared ones."""
         tied = []
-        for inner, parameter in self._modules[index].named_parameters():
-            name = f"{self._model.names[index]}.{inner}"
-            source = self._same.get(name, name)
-            if source in self._shared and parameter.requires_grad:
+        for inner, parameter in self.modules[index].named_parameters():
+            name = f"{self.model.names[index]}.{inner}"
+            source = self.same.get(name, name)
+            if source in self.same.values() and parameter.requires_grad:
                 if source not in self._tied:
                     self._tied[source] = self._unit({source: parameter}, initial)
                 tied.append(self._tied[source])

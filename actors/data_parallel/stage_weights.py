@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from raypar.actors.autograd.torch_private import (
     written_arguments,
 )
 from raypar.actors.data_parallel.units import Unit
-from raypar.actors.models.tiled import TiledLinear
+from raypar.actors.models.tiles.tiled import TiledLinear
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.tensors import Values
 from raypar.schedules.action import Action, Op
@@ -84,6 +85,7 @@ class WeightGuard(DispatchMode):
         return None, None
 
 
+@dataclass(eq=False)
 class StageWeights:
     """Gathers and frees the sharded weights of a stage, at the UNSHARD and RESHARD of a schedule.
 
@@ -95,31 +97,25 @@ class StageWeights:
     All replicas must gather in the same order. So the order of a window that streams is fixed in advance, and units of
     layers that were skipped are gathered too.
 
-    Args:
+    Attributes:
         units: All units of the stage's parameters.
         uses: For each layer of the stage, the indices of the units that it uses during its whole pass.
-        tiles: For each layer, the indices of the units of its tiles, each used for one product; None if none has tiles.
+        tiles: For each layer, the indices of the units of its tiles, each used for one product; empty without tiles.
         is_guarded: Whether to check the layers' use of weights, because they may use them in unusual ways.
-
-    Attributes:
         num_bytes: Bytes of the stage's parameters when they are whole.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        uses: Sequence[Sequence[int]],
-        tiles: Sequence[Sequence[int]] | None = None,
-        *,
-        is_guarded: bool = False,
-    ) -> None:
-        self.units = units
-        self._guard = WeightGuard(units) if is_guarded else None
-        self._memory = frozenset[int]().union(*(unit.memory for unit in units))
-        self.num_bytes = sum(unit.num_bytes for unit in units)
-        self._uses = [tuple(used) for used in uses]
-        self._tiles = [tuple(cut) for cut in tiles or ([],) * len(uses)]
-        *self._starts, self._total = accumulate((1 + len(cut) for cut in self._tiles), initial=0)
+    units: Sequence[Unit]
+    uses: Sequence[tuple[int, ...]]
+    tiles: Sequence[tuple[int, ...]] = ()
+    is_guarded: bool = False
+
+    def __post_init__(self) -> None:
+        self._guard = WeightGuard(self.units) if self.is_guarded else None
+        self._memory = frozenset[int]().union(*(unit.memory for unit in self.units))
+        self.num_bytes = sum(unit.num_bytes for unit in self.units)
+        self.tiles = self.tiles or ((),) * len(self.uses)
+        *self._starts, self._total = accumulate((1 + len(cut) for cut in self.tiles), initial=0)
         self._kind: Pass | None = None
         # Units of each visit of a layer in turn; None if all units are held.
         self._visits: list[tuple[int, ...]] | None = None
@@ -147,11 +143,11 @@ class StageWeights:
     def forward(self, layer: int, inputs: Values) -> None:
         """Prepare for the forward of a layer with some inputs: wait until its weights are whole."""
         self._input_writes = {id(value): num_writes(value) for value in inputs}
-        self._enter(self._uses[layer], self._starts[layer])
+        self._enter(self.uses[layer], self._starts[layer])
 
     def backward(self, layer: int) -> None:
         """Prepare for the backward of a layer: wait until its weights are whole."""
-        self._enter(self._uses[layer], self._backward_visit(layer))
+        self._enter(self.uses[layer], self._backward_visit(layer))
 
     def watch_tiles(self, layer: int, linears: Sequence[TiledLinear]) -> None:
         """Hook the tiled linear layers of a layer, in the order of its tiles, to gather each tile when it is used."""
@@ -168,13 +164,13 @@ class StageWeights:
     def _watch_tile(self, layer: int, first: int, number: int, output: Tensor) -> None:
         if output.requires_grad:
             tile = first + number
-            offset = len(self._tiles[layer]) - tile
+            offset = len(self.tiles[layer]) - tile
             output.register_hook(lambda gradient: self._enter_tile(layer, tile, self._backward_visit(layer) + offset))
 
     def _enter_tile(self, layer: int, tile: int, visit: int | None) -> None:
         """Prepare for the product of a tile. ``visit`` is its number in the plan; None if it is not planned."""
-        index, cut = self._tiles[layer][tile], self._tiles[layer]
-        used = (*self._uses[layer], index)
+        index, cut = self.tiles[layer][tile], self.tiles[layer]
+        used = (*self.uses[layer], index)
         if visit is not None or self._visits is None:
             self._enter(used, visit or 0)
             return
@@ -183,7 +179,7 @@ class StageWeights:
 
     def _backward_visit(self, layer: int) -> int:
         """Return the number of the first visit of a layer's backward."""
-        return self._first_backward + self._total - self._starts[layer] - 1 - len(self._tiles[layer])
+        return self._first_backward + self._total - self._starts[layer] - 1 - len(self.tiles[layer])
 
     def watch(self, layer: int, outputs: Values) -> Values:
         """Hook the outputs of a layer to prepare for its backward when the first gradient of an output is computed.
@@ -213,7 +209,7 @@ class StageWeights:
     def _plan(self, kind: Pass | None) -> None:
         """Plan the visits of a window, and start to gather the units of the first one."""
         self._kind, self._at = kind, -1
-        layers = list(zip(self._uses, self._tiles, strict=True))
+        layers = list(zip(self.uses, self.tiles, strict=True))
         forward = [visit for used, cut in layers for visit in (used, *((*used, one) for one in cut))]
         backward = [visit for used, cut in layers[::-1] for visit in (used, *((*used, one) for one in cut[::-1]))]
         plans: dict[Pass, list[tuple[int, ...]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,40 +14,40 @@ from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.tensors import nbytes
 
 
+@dataclass(eq=False)
 class GradientSums:
     """The sums of gradients over the replicas, and over the rounds of a step, that an actor gets.
 
     On the device a sum stays in the flat tensor of its reduction, and becomes the gradient of the layers' parameters. A
     storage off the device has memory for it, and it becomes the gradient of the masters, in their dtype.
 
-    Args:
+    Attributes:
         buckets: All buckets.
         received: The numbers of the buckets whose sums this actor gets.
         storage: Storage of the sums.
         masters: The weights that the actor updates, by logical name.
-
-    Attributes:
-        is_off_device: Whether the sums are stored off the device.
     """
 
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        received: Collection[int],
-        storage: OffloadStorage,
-        masters: Mapping[str, nn.Parameter],
-    ) -> None:
-        self.is_off_device = storage.is_off_device
-        self._buckets, self._storage, self._masters = buckets, storage, masters
-        self._sums: dict[int, Tensor] = {}  # by bucket
-        self._allocated: dict[int, Tensor] = {}  # by bucket, memory off the device
-        self._in_dtype: dict[str, Tensor] = {}  # by name, memory for gradients in the dtype of their masters
-        for number in received if storage.is_off_device else ():
-            bucket = buckets[number]
-            self._allocated[number] = storage.empty(bucket.size, bucket.grad_dtype)
+    buckets: Sequence[Bucket]
+    received: Collection[int]
+    storage: OffloadStorage
+    masters: Mapping[str, nn.Parameter]
+    _sums: dict[int, Tensor] = field(default_factory=dict)  # by bucket
+    _allocated: dict[int, Tensor] = field(default_factory=dict)  # by bucket, memory off the device
+    _in_dtype: dict[str, Tensor] = field(default_factory=dict)  # by name, for gradients in the dtype of their masters
+
+    def __post_init__(self) -> None:
+        for number in self.received if self.is_off_device else ():
+            bucket = self.buckets[number]
+            self._allocated[number] = self.storage.empty(bucket.size, bucket.grad_dtype)
             for name in bucket.parameters:
-                if masters[name].dtype != bucket.grad_dtype:
-                    self._in_dtype[name] = storage.like(masters[name], masters[name].dtype)
+                if (master := self.masters[name]).dtype != bucket.grad_dtype:
+                    self._in_dtype[name] = self.storage.like(master, master.dtype)
+
+    @property
+    def is_off_device(self) -> bool:
+        """Whether the sums are stored off the device."""
+        return self.storage.is_off_device
 
     def __contains__(self, number: int) -> bool:
         return number in self._sums
@@ -56,7 +57,7 @@ class GradientSums:
         """Bytes of the gradients that are stored now; off the device, the memory for all sums of a step."""
         if self.is_off_device:
             return sum(map(nbytes, (*self._allocated.values(), *self._in_dtype.values())))
-        return sum(self._buckets[number].num_bytes for number in self._sums)
+        return sum(self.buckets[number].num_bytes for number in self._sums)
 
     def begin(self) -> None:
         """Drop all sums, at the beginning of a step."""
@@ -72,10 +73,10 @@ class GradientSums:
         """
         total = self._sums.get(number)
         if total is not None:
-            with self._storage.accessible([total], writes=True):
+            with self.storage.accessible([total], writes=True):
                 total.add_(flat.to(total.device))
         else:
-            self._sums[number] = self._storage.moved(flat, self._allocated.get(number))
+            self._sums[number] = self.storage.moved(flat, self._allocated.get(number))
 
     def finish(self, number: int, finish: Callable[[Tensor], Waitable], empty: Callable[[], Tensor]) -> Waitable | None:
         """Sum a bucket's sums over the actors that own the same weights.
@@ -91,7 +92,7 @@ class GradientSums:
         total = self._sums[number]
         if not self.is_off_device:
             return finish(total)
-        with torch.no_grad(), self._storage.accessible([total], writes=True):
+        with torch.no_grad(), self.storage.accessible([total], writes=True):
             flat = empty().copy_(total)
             finish(flat).wait()
             total.copy_(flat)
@@ -100,7 +101,7 @@ class GradientSums:
     @torch.no_grad()
     def hand_over(self) -> None:
         """Make the sums the gradients of parameters, or of masters."""
-        for number, bucket in enumerate(self._buckets):
+        for number, bucket in enumerate(self.buckets):
             if number not in self._sums:
                 bucket.drop_gradients()
             elif not self.is_off_device:
@@ -111,6 +112,6 @@ class GradientSums:
     def _to_masters(self, bucket: Bucket, flat: Tensor) -> None:
         for name, gradient in bucket.gradients(flat):
             if gradient is not None and name in self._in_dtype:
-                with self._storage.accessible([gradient]):
-                    gradient = self._storage.moved(gradient.to(self._in_dtype[name].dtype), self._in_dtype[name])
-            self._masters[name].grad = gradient
+                with self.storage.accessible([gradient]):
+                    gradient = self.storage.moved(gradient.to(self._in_dtype[name].dtype), self._in_dtype[name])
+            self.masters[name].grad = gradient

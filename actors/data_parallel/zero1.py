@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -108,23 +109,22 @@ class ShardedUpdate:
 _MOST_FLATS = 2  # concurrent broadcasts whose flat tensors are freed
 
 
+@dataclass(eq=False)
 class _Weights:
     """The flat tensor in which a bucket's weights are broadcast.
 
     The weights are views of it, unless one of them must not move; then they are copied in and out.
     """
 
-    def __init__(
-        self,
-        shared: SharedBucket,
-        fixed: Set[str],
-        allocate: Callable[[int, torch.dtype], Tensor] | None,
-        storage: OffloadStorage | None,
-    ) -> None:
-        self._bucket, self._replicas, self._root = shared
-        self._storage, self._allocate = storage, allocate
-        self._flat = self._empty() if allocate is None else None
-        self._inside = self._flat is not None and fixed.isdisjoint(self._bucket.parameters)
+    shared: SharedBucket
+    fixed: Set[str]
+    allocate: Callable[[int, torch.dtype], Tensor] | None
+    storage: OffloadStorage | None
+
+    def __post_init__(self) -> None:
+        self._bucket, self._replicas, self._root = self.shared
+        self._flat = self._empty() if self.allocate is None else None
+        self._inside = self._flat is not None and self.fixed.isdisjoint(self._bucket.parameters)
         if self._flat is not None and self._inside:
             self._bucket.move_weights(self._flat)
 
@@ -142,15 +142,15 @@ class _Weights:
         if not self._inside and self._root != self._replicas.rank:
             with self._accessible(writes=True):
                 self._bucket.load(self._flat)
-        if self._allocate is not None:
+        if self.allocate is not None:
             self._flat = None
 
     def _empty(self) -> Tensor:
-        return (self._allocate or self._replicas.empty)(self._bucket.elements, self._bucket.dtype)
+        return (self.allocate or self._replicas.empty)(self._bucket.elements, self._bucket.dtype)
 
     def _accessible(self, *, writes: bool = False) -> AbstractContextManager[None]:
         weights = self._bucket.parameters.values()
-        return nullcontext() if self._storage is None else self._storage.accessible(weights, writes=writes)
+        return nullcontext() if self.storage is None else self.storage.accessible(weights, writes=writes)
 
 
 def _receive(handle: Handle, weights: _Weights) -> None:

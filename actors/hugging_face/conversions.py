@@ -62,13 +62,14 @@ class Table:
 
 def _gpt2() -> Table:
     """Return the table of GPT-2, whose linear layers have transposed weights, and one for queries, keys and values."""
-    h, fused = "transformer.h.*", [WeightPart(f"blocks.*.attn.{n}", "", part=i, parts=3) for i, n in enumerate("qkv")]
+    h, kinds = "transformer.h.*", ("weight", "bias")
     qkv = [
-        WeightPart(f"{one.ours}.{kind}", f"{h}.attn.c_attn.{kind}", kind == "weight", one.part, 3)
-        for kind in ("weight", "bias")
-        for one in fused
+        WeightPart(f"blocks.*.attn.{name}.{kind}", f"{h}.attn.c_attn.{kind}", kind == "weight", part, 3)
+        for kind in kinds
+        for part, name in enumerate("qkv")
     ]
     linears = {"attn.out": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+    linears = {f"blocks.*.{ours}": f"{h}.{theirs}" for ours, theirs in linears.items()}
     norms = {"blocks.*.norm1": f"{h}.ln_1", "blocks.*.norm2": f"{h}.ln_2", "head.norm": "transformer.ln_f"}
     return Table(
         (
@@ -76,14 +77,9 @@ def _gpt2() -> Table:
             WeightPart(POSITIONS, "transformer.wpe.weight"),
             *qkv,
             *(
-                WeightPart(f"blocks.*.{ours}.{kind}", f"{h}.{theirs}.{kind}", kind == "weight")
-                for ours, theirs in linears.items()
-                for kind in ("weight", "bias")
-            ),
-            *(
-                WeightPart(f"{ours}.{kind}", f"{theirs}.{kind}")
-                for ours, theirs in norms.items()
-                for kind in ("weight", "bias")
+                WeightPart(f"{ours}.{kind}", f"{theirs}.{kind}", ours in linears and kind == "weight")
+                for ours, theirs in (linears | norms).items()
+                for kind in kinds
             ),
             WeightPart("head.out.weight", "lm_head.weight"),
         ),

@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from raypar.actors.hugging_face.folder import model_type_of, tensors_in
+from raypar.actors.hugging_face.weights import DTYPES
 from raypar.actors.machine.files import checkpoint_errors, open_named
 from raypar.actors.safetensors_header import ITEM
 
 _SAMPLE = 32  # elements that are read of a tensor, at its beginning and in its middle
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def fingerprint(folder: Path) -> str:
@@ -39,7 +39,7 @@ def fingerprint(folder: Path) -> str:
             for name, start, count in reads:
                 opened.seek(start)
                 raw = bytearray(opened.read(count))
-                values = torch.frombuffer(raw, dtype=_DTYPES[kept[name].dtype]) if raw else torch.empty(0)
+                values = torch.frombuffer(raw, dtype=DTYPES[kept[name].dtype]) if raw else torch.empty(0)
                 rounded = values.to(torch.bfloat16).view(torch.int16).numpy().tobytes()
                 samples[name] = samples.get(name, b"") + rounded
     for name in sorted(kept):

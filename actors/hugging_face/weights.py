@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from itertools import product
@@ -18,7 +19,7 @@ from raypar.actors.safetensors_header import ITEM, FileTensor
 from raypar.actors.sharding import Shard
 
 Span = tuple[int, int]  # first index along a dim, and the one after the last
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class FolderWeights:
@@ -79,12 +80,10 @@ class FolderWeights:
                 target = parameter[region] if region else parameter
                 if conversion.transposed:
                     target, piece = target.t(), piece[::-1]
-                start = conversion.part * whole[0]
-                along = 1 if conversion.transposed else 0
-                box = [
-                    (low + start * (dim == along), high + start * (dim == along))
-                    for dim, (low, high) in enumerate(piece)
-                ]
+                box, along = [*piece], 1 if conversion.transposed else 0
+                if conversion.part:
+                    start = conversion.part * whole[0]
+                    box[along] = box[along][0] + start, box[along][1] + start
                 self._read(file.fileno(), kept, box, target)
         if conversion.more:
             parameter.add_(conversion.more)
@@ -92,9 +91,7 @@ class FolderWeights:
     def _read(self, file: int, kept: FileTensor, box: Sequence[Span], target: Tensor) -> None:
         """Read a box of a tensor into a target of its shape, some rows at a time."""
         item, (first, stop) = ITEM[kept.dtype], box[0] if box else (0, 1)
-        row = item  # bytes of a whole row: of all dims after the first
-        for size in kept.shape[1:]:
-            row *= size
+        row = item * math.prod(kept.shape[1:])  # bytes of a whole row: of all dims after the first
         low, high = box[1] if len(box) > 1 else (0, 1)
         each = row // (kept.shape[1] if len(box) > 1 else 1)
         wanted, is_whole = (high - low) * each, (high - low) * each == row
@@ -109,7 +106,7 @@ class FolderWeights:
                 for number in range(count):
                     self._fetch(file, kept, view[number * wanted : (number + 1) * wanted], at + number * row)
             rows = target[start - first : start - first + count] if box else target
-            rows.copy_(raw.view(_DTYPES[kept.dtype]).view(rows.shape))
+            rows.copy_(raw.view(DTYPES[kept.dtype]).view(rows.shape))
 
     def _fetch(self, file: int, kept: FileTensor, into: memoryview, at: int) -> None:
         """Read consecutive bytes of a file. Raises CheckpointError if it ends early."""

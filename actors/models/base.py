@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
-from raypar.actors.layers.token_slices import TokenSlices
-from raypar.actors.models.deferred_init import as_kind_of, slots_of
+from raypar.actors.models.init.deferred_init import as_kind_of, slots_of
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
 from raypar.actors.models.placed_step import PlacedStep
@@ -227,6 +227,11 @@ class Model(ABC):
         return tuple(parts)
 
     @cached_property
+    def originals(self) -> dict[str, str]:
+        """Names of the originals of tied weights, by the names of their copies."""
+        return {copy: original for original, copy in self.ties}
+
+    @cached_property
     def experts(self) -> dict[str, Expert]:
         """The expert that each parameter of an expert belongs to, by the parameter's logical name, also if frozen."""
         found: dict[str, Expert] = {}
@@ -261,10 +266,9 @@ class Model(ABC):
 
     def parameter_names(self) -> tuple[str, ...]:
         """Return the names of all trainable parameters in order; a tied weight once, under its original name."""
-        copies = {copy for _, copy in self.ties}
         return tuple(
             name
             for layer, module in zip(self.names, self.skeleton, strict=True)
             for name in (f"{layer}.{inner}" for inner, p in module.named_parameters() if p.requires_grad)
-            if name not in copies
+            if name not in self.originals
         )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.actors.models.base import Model
+from raypar.actors.models.init.unregistered import borrowed
+from raypar.actors.models.own.user_layers import LayersModel
 from raypar.actors.models.transformer import TransformerModel
-from raypar.actors.models.unregistered import borrowed
-from raypar.actors.models.user_layers import LayersModel
 from raypar.actors.specs.model import GPT, Layers, Llama
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -45,23 +45,24 @@ class Skeleton:
     @cached_property
     def weights(self) -> Mapping[str, Tensor]:
         """All trainable parameters by logical name, on the meta device; a tied weight once, under its original name."""
-        every = {
-            f"{layer}.{inner}": p for layer, module in self.layers.items() for inner, p in module.named_parameters()
-        }
-        return {name: every[name] for name in self.model.parameter_names()}
+        return {name: self._parameters[name] for name in self.model.parameter_names()}
 
     @cached_property
     def whole(self) -> Mapping[str, Tensor]:
         """As ``weights``, with those that are frozen; without adapters."""
-        every = (
-            (f"{layer}.{inner}", p) for layer, module in self.layers.items() for inner, p in module.named_parameters()
-        )
-        return {name: p for name, p in every if name not in self.originals and not is_adapter(name)}
+        copies = self.originals.keys()
+        return {name: p for name, p in self._parameters.items() if name not in copies and not is_adapter(name)}
 
     @cached_property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all buffers that a checkpoint saves, by logical name."""
-        return dict(self._buffers())
+        return {
+            f"{layer}.{inner}": tuple(buffer.shape)
+            for layer, module in self.layers.items()
+            for stored in [module.state_dict()]
+            for inner, buffer in module.named_buffers()
+            if inner in stored
+        }
 
     @cached_property
     def fixed(self) -> Mapping[str, tuple[int, ...]]:
@@ -76,14 +77,14 @@ class Skeleton:
     @cached_property
     def originals(self) -> Mapping[str, str]:
         """Names of the originals of tied weights, by the names of their copies."""
-        return {copy: original for original, copy in self.model.ties}
+        return self.model.originals
 
-    def _buffers(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        for layer, module in self.layers.items():
-            stored = module.state_dict()
-            yield from (
-                (f"{layer}.{inner}", tuple(buffer.shape)) for inner, buffer in module.named_buffers() if inner in stored
-            )
+    @cached_property
+    def _parameters(self) -> Mapping[str, Tensor]:
+        """All parameters by logical name, under the names of copies too."""
+        return {
+            f"{layer}.{inner}": p for layer, module in self.layers.items() for inner, p in module.named_parameters()
+        }
 
 
 def with_its_names(model: GPT | Llama) -> GPT | Llama:

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from raypar.actors.expert_parallel.joint_loss import JointLoss
 from raypar.actors.hugging_face.folder import model_type_of
 from raypar.actors.hugging_face.weights import FolderWeights
-from raypar.actors.layers.attention import Attention
-from raypar.actors.layers.attention_scratch import ScratchAllocator
+from raypar.actors.layers.attention.attention import Attention
+from raypar.actors.layers.attention.attention_scratch import ScratchAllocator
+from raypar.actors.layers.attention.kv_cache import Incremental
+from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
-from raypar.actors.layers.kv_cache import Incremental
 from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added_positions, between
-from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
-from raypar.actors.models.deferred_init import on_meta, unfilled
+from raypar.actors.models.init.deferred_init import on_meta, unfilled
 from raypar.actors.models.mlp import MLP, GatedMLP
 from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.partition import transformer_costs
@@ -191,7 +191,6 @@ class TransformerModel(Model):
         Raises:
             CheckpointError: The folder's weights can't be read.
         """
-        originals = {copy: original for original, copy in self.ties}
         layer = partial(self._layer, *self._shared)
         made = unfilled(lambda: map(layer, layers))
         for index, module in zip(layers, made, strict=True):
@@ -199,7 +198,9 @@ class TransformerModel(Model):
             self._freeze(module)
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
-                self._init(originals.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed)
+                self._init(
+                    self.originals.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed
+                )
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:

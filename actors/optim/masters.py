@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.machine.offload_storage import OffloadStorage
-from raypar.actors.models.cast import cast
+from raypar.actors.models.init.cast import cast
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.machine.offload_storage import OffloadStorage
-from raypar.actors.models.tile_names import untiled
+from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
 from raypar.actors.specs.optim import AdamW, AnyOptimizer, Muon

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -71,6 +72,7 @@ class ValueRoute(NamedTuple):
     specs: Mapping[Crossing, tuple[Spec, ...]]
 
 
+@dataclass(eq=False)
 class Courier:
     """Sends and receives the values of one program (training or evaluation) for one actor.
 
@@ -78,7 +80,7 @@ class Courier:
     program, or (``varies``) for the microbatch, so that a header precedes every forward value. Gradients have the
     shapes and memory orders of their floating-point values, so they need no header.
 
-    Args:
+    Attributes:
         group: The ranks of the pipeline; None if there is only one.
         peers: Returns the receivers of a SEND, or the sender of a RECV, as members of the group.
         num_microbatches: Number of microbatches, for the tags.
@@ -88,21 +90,17 @@ class Courier:
         skips: Pairs of stages between which there are skips.
     """
 
-    def __init__(
-        self,
-        group: Group | None,
-        peers: Callable[[Action], tuple[int, ...]],
-        num_microbatches: int,
-        *,
-        varies: bool = False,
-        first_learning: int = 0,
-        num_stages: int = 0,
-        skips: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        self._group, self._peers, self._num_microbatches = group, peers, num_microbatches
-        self._varies, self._first_learning = varies, first_learning
+    group: Group | None
+    peers: Callable[[Action], tuple[int, ...]]
+    num_microbatches: int
+    varies: bool = False
+    first_learning: int = 0
+    num_stages: int = 0
+    skips: Sequence[tuple[int, int]] = ()
+
+    def __post_init__(self) -> None:
         # A skip has the tags of an additional stage.
-        self._skips = {pair: num_stages + number for number, pair in enumerate(skips)}
+        self._tags = {pair: self.num_stages + number for number, pair in enumerate(self.skips)}
         self._specs: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values
         self._floating: dict[Crossing, tuple[Spec, ...]] = {}  # of the forward values that get gradients
         self._exchanged = set[tuple[Crossing, int]]()  # crossing and peer whose header was sent or received
@@ -113,7 +111,7 @@ class Courier:
 
     def begin(self) -> None:
         """Begin a step, whose shapes may differ from those of the last one."""
-        if self._varies:
+        if self.varies:
             self._specs.clear()
             self._floating.clear()
             self._exchanged.clear()
@@ -195,7 +193,7 @@ class Courier:
 
     def _record(self, crossing: Crossing, specs: tuple[Spec, ...]) -> None:
         self._specs[crossing] = specs
-        learns = crossing[0] >= self._first_learning
+        learns = crossing[0] >= self.first_learning
         self._floating[crossing] = tuple(spec for spec in specs if learns and spec.dtype.is_floating_point)
 
     def _check_shapes(self, crossing: Crossing, values: Values) -> None:
@@ -227,8 +225,8 @@ class Courier:
         return _unpack(header)
 
     def _link(self) -> Group:
-        assert self._group is not None
-        return self._group
+        assert self.group is not None
+        return self.group
 
     def _route(self, action: Action) -> ValueRoute:
         route = self._routes.get(action)
@@ -246,10 +244,10 @@ class Courier:
         backward = op in (Op.SEND_B, Op.RECV_B)
         other = peer if peer is not None else stage + (1 if op in (Op.SEND_F, Op.RECV_B) else -1)
         pair = min(stage, other), max(stage, other)
-        source = self._skips[pair] if peer is not None else stage if op in SENDS else other
-        tag = ((source * 2 + backward) * self._num_microbatches + microbatch) * (_MOST_TENSORS + 1)
-        crossing = pair[0], pair[1] if peer is not None else 0, microbatch if self._varies else 0
-        return ValueRoute(self._peers(action), tag, crossing, self._floating if backward else self._specs)
+        source = self._tags[pair] if peer is not None else stage if op in SENDS else other
+        tag = ((source * 2 + backward) * self.num_microbatches + microbatch) * (_MOST_TENSORS + 1)
+        crossing = pair[0], pair[1] if peer is not None else 0, microbatch if self.varies else 0
+        return ValueRoute(self.peers(action), tag, crossing, self._floating if backward else self._specs)
 
 
 def _other_shapes(crossing: Crossing, specs: tuple[Spec, ...], known: tuple[Spec, ...]) -> ValueError:

@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FunctionType
@@ -29,8 +30,8 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
-from raypar.actors.models.meta_guard import NO_VALUES, MetaGuard
-from raypar.actors.models.skip_connections import NO_SKIPS, Skipped
+from raypar.actors.models.init.meta_guard import NO_VALUES, MetaGuard
+from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.pipeline.host_memory import HostMemory
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.pipeline.weight_grad import DeferredGradients, Linears
@@ -132,10 +133,11 @@ class StepBuffers:
         self._before = self._noted if is_right else self._state.before()
 
 
+@dataclass(eq=False)
 class FirstTime:
     """Guards the first forward in training, the first in evaluation and the first backward; checks the first loss.
 
-    Args:
+    Attributes:
         writes: Records writes into frozen parameters.
         is_deferred: Whether the layers were built without values, so that some of their tensors may have none yet.
         weights: The stage's weights, if they are sharded over replicas; else None.
@@ -143,18 +145,12 @@ class FirstTime:
             outputs. None if there is nothing to check.
     """
 
-    def __init__(
-        self,
-        writes: FrozenWrites,
-        *,
-        is_deferred: bool,
-        weights: StageWeights | None,
-        check_loss: Callable[[Tensor], None] | None,
-    ) -> None:
-        self._is_deferred, self._weights, self._check_loss = is_deferred, weights, check_loss
-        self._writes = writes
-        self._left: set[Work] = {"train", "eval", "backward"}
-        self._has_loss = False
+    writes: FrozenWrites
+    is_deferred: bool
+    weights: StageWeights | None
+    check_loss: Callable[[Tensor], None] | None
+    _left: set[Work] = field(default_factory=lambda: {"train", "eval", "backward"})
+    _has_loss: bool = False
 
     @contextmanager
     def guarded(self, what: Work) -> Iterator[None]:
@@ -165,9 +161,9 @@ class FirstTime:
         is_first = what in self._left
         self._left.discard(what)
         with (
-            MetaGuard() if is_first and self._is_deferred else nullcontext(),
-            self._weights.guarded() if is_first and self._weights is not None else nullcontext(),
-            self._writes if is_first and what == "train" and self._writes.is_needed else nullcontext(),
+            MetaGuard() if is_first and self.is_deferred else nullcontext(),
+            self.weights.guarded() if is_first and self.weights is not None else nullcontext(),
+            self.writes if is_first and what == "train" and self.writes.is_needed else nullcontext(),
         ):
             yield
 
@@ -187,25 +183,24 @@ class FirstTime:
             raise ValueError(
                 "the loss has no gradient: compute it from the last layer's output, without detach or no_grad"
             )
-        if self._check_loss is not None:
-            self._check_loss(loss)
+        if self.check_loss is not None:
+            self.check_loss(loss)
         self._has_loss = True
 
 
+@dataclass(eq=False)
 class Stage:
     """Consecutive layers of a model on one actor.
 
     Microbatches are numbered over the whole step and all replicas. Dropout and other randomness is seeded by (seed,
     step, microbatch, layer), so it does not depend on the layout, on the order of microbatches, or on recomputation.
 
-    Args:
+    Attributes:
         model: The model.
         layers: Indices of the stage's layers in the model.
-        modules: The layers themselves, in the same order.
+        modules: The layers, in the same order; linear layers in them may be replaced.
         device: The device of the modules and of their inputs.
         is_last: Whether the stage ends in the loss.
-        ends: Divides its inputs and outputs between neighbouring stages and skips; None if it has no skips, and only
-            the model's first layer takes data.
         learns: Whether it has backwards; False if all its parameters and those of the stages before it are frozen.
         recompute: "full" keeps only the inputs of a microbatch, and runs its whole forward again before its backward
             (GPipe: Huang et al. 2019, section 2.3). Otherwise it is one word for all layers of the model's body, or a
@@ -221,77 +216,63 @@ class Stage:
         overflow: Counts overflow in the outputs of the layers; None if nothing is counted.
         check_loss: Called with the first loss; raises ValueError if the loss is computed from only a part of the last
             layer's outputs.
-        record: What routers report about a training step; None to drop it.
+        record: Collects the reports of routers about a training step.
         is_alone: Whether its layers do not communicate. Then a forward may be repeated to find a fault.
-
-    Attributes:
         step_buffers: The buffers of the modules, over a training step.
         ends: Divides the inputs and outputs of forwards and backwards, in which tensors of skips come last.
-        modules: The layers; linear layers in them may have been replaced.
         listener: Observer of the forwards and backwards of the open step, or None.
         host: The tensors that its graphs save, if some are moved to host memory; else None.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        layers: Sequence[int],
-        modules: Sequence[nn.Module],
-        *,
-        device: ComputeDevice,
-        is_last: bool,
-        recompute: Recompute,
-        seed: int,
-        halved: Container[int] = (),
-        shared: Container[Tensor] = (),
-        weights: StageWeights | None = None,
-        is_half: bool = False,
-        overflow: OverflowWatch | None = None,
-        check_loss: Callable[[Tensor], None] | None = None,
-        record: RouterRecord | None = None,
-        ends: StageEnds | None = None,
-        learns: bool = True,
-        is_alone: bool = False,
-    ) -> None:
-        self.model, self.layers = model, tuple(layers)
-        self.ends = ends or StageEnds(NO_SKIPS, takes_data=self.layers[0] == 0)
-        self.is_last, self.recompute, self.seed = is_last, recompute == "full", seed
-        words = {index: word_of(recompute, model.body, index) for index in self.layers}
-        self._writes = FrozenWrites(modules)
-        self._again = {
-            index: LayerAgain(module, self._writes)
-            for index, module in zip(self.layers, modules, strict=True)
-            if words[index] == "full" and not self.recompute
-        }
-        self._record = record or RouterRecord()
-        for index, module in zip(self.layers, modules, strict=True):
-            for inner, part in module.named_modules(prefix=model.names[index]):
+    model: Model
+    layers: Sequence[int]
+    modules: Sequence[nn.Module]
+    device: ComputeDevice
+    ends: StageEnds
+    is_last: bool
+    recompute: Recompute
+    seed: int
+    halved: Container[int] = ()
+    shared: Container[Tensor] = ()
+    weights: StageWeights | None = None
+    is_half: bool = False
+    overflow: OverflowWatch | None = None
+    check_loss: Callable[[Tensor], None] | None = None
+    record: RouterRecord = field(default_factory=RouterRecord)
+    learns: bool = True
+    is_alone: bool = False
+    listener: Listener | None = None
+    host: HostMemory | None = None
+
+    def __post_init__(self) -> None:
+        modules = dict(zip(self.layers, self.modules, strict=True))
+        words = {index: word_of(self.recompute, self.model.body, index) for index in self.layers}
+        self._runs_again = self.recompute == "full"
+        self._writes = FrozenWrites(self.modules)
+        again = {index: modules[index] for index in self.layers if words[index] == "full" and not self._runs_again}
+        self._again = {index: LayerAgain(module, self._writes) for index, module in again.items()}
+        for index, module in modules.items():
+            for inner, part in module.named_modules(prefix=self.model.names[index]):
                 if isinstance(part, SelectiveRecompute):
                     part.recomputes = words[index] == "selective"
                 if isinstance(part, Routed):
-                    part.record, part.name = self._record, inner
-        again = [module for index, module in zip(self.layers, modules, strict=True) if index in self._again]
-        self._linears = Linears(modules, whole=again if model.halves else modules, shared=shared)
-        self._learns, self._is_half, self._is_alone = learns, is_half, is_alone
-        self._halved, self._weights, self._overflow = halved, weights, overflow
-        if halved:
+                    part.record, part.name = self.record, inner
+        whole = [*again.values()] if self.model.halves else self.modules
+        self._linears = Linears(self.modules, whole=whole, shared=self.shared)
+        if self.halved:
             self._linears.take_over()
-        self.modules = self._linears.modules
         # Hooks of weights that come and go, or of what is counted, are called once a backward: these have no halves.
-        plain = bool(halved) and recompute == "none" and weights is None and overflow is None
-        self._later = _worth_leaving(modules, self._linears.others(shared)) if plain and model.others_halve else ()
+        is_plain = self.recompute == "none" and self.weights is None and self.overflow is None
+        leaves = bool(self.halved) and is_plain and self.model.others_halve
+        self._later = _worth_leaving(self.modules, self._linears.others(self.shared)) if leaves else ()
+        self.modules = self._linears.modules
         self._deferred: dict[_Key, DeferredGradients] = {}  # gradients that are left for backward_weight
-        self._device = device
         self._train, self._twice = True, InPlaceGuard()  # copies the stage's inputs if the first layer writes into them
         self._changing = ForwardState(*self.modules, writes=self._writes)
         self.step_buffers = StepBuffers(self._changing)
         # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet, else no buffers.
         self._saved: dict[_Key, tuple[Values, GraphEnd | None, Then, Values]] = {}
-        self._first_time = FirstTime(
-            self._writes, is_deferred=model.is_deferred, weights=weights, check_loss=check_loss
-        )
-        self.listener: Listener | None = None
-        self.host: HostMemory | None = None
+        self._first_time = FirstTime(self._writes, self.model.is_deferred, self.weights, self.check_loss)
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -399,8 +380,8 @@ class Stage:
             inputs: The outputs of the previous stage; for the first stage, the data.
             head: Whether to compute the last layer of the last stage.
         """
-        if self._weights is not None:
-            self._weights.start("forward")
+        if self.weights is not None:
+            self.weights.start("forward")
         return self._apply(0, 0, None, *inputs, head=head)
 
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
@@ -439,15 +420,15 @@ class Stage:
             self._deferred.pop((step, microbatch)).pay(self._linears.memory)
 
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
-        if self._weights is not None:
-            self._weights.start("forward")
+        if self.weights is not None:
+            self.weights.start("forward")
         if not self._train:
             with torch.no_grad():
                 return self._apply(step, microbatch, target, *inputs)
-        self._record.open(microbatch)
-        if not self._learns:
+        self.record.open(microbatch)
+        if not self.learns:
             return tuple(value.detach() for value in self._apply(step, microbatch, target, *inputs))
-        if self.recompute:
+        if self._runs_again:
             forward = partial(self._apply, step, microbatch, target)
             with torch.no_grad():
                 outputs, then = self._changing.keep(partial(self._twice, forward, inputs))
@@ -463,13 +444,13 @@ class Stage:
         return found
 
     def _backward_input(self, step: int, microbatch: int, gradients: Values) -> Values:
-        self._record.close()  # a recomputation reports nothing new
-        if not self._learns:
+        self.record.close()  # a recomputation reports nothing new
+        if not self.learns:
             return ()
         inputs, tail, then, target = self._saved.pop((step, microbatch))
-        if self._weights is not None:
-            self._weights.start("both" if self.recompute else "backward")
-        if self.recompute:
+        if self.weights is not None:
+            self.weights.start("both" if self._runs_again else "backward")
+        if self._runs_again:
             with self._changing.as_then(then):
                 inputs, outputs = self._with_history(step, microbatch, inputs, target)
             tail = self.ends.tail(outputs)
@@ -479,12 +460,12 @@ class Stage:
                 with self._linears.postponed() as deferred, self._first_time.guarded("backward"):
                     self._deferred[step, microbatch] = deferred
                     ordered = self.ends.in_order(gradients)
-                    if self._later and microbatch in self._halved and self.listener is None:
+                    if self._later and microbatch in self.halved and self.listener is None:
                         deferred.others = tail.backward_input(ordered, self._later)
                     else:
                         tail.backward(ordered)
             except Exception as error:
-                if self._is_alone and not isinstance(error, GroupError):
+                if self.is_alone and not isinstance(error, GroupError):
                     again = partial(self._once_more, step, microbatch, inputs, target, gradients)
                     if where := forward_of_fault(again, self.model.names):
                         error.add_note(where)
@@ -509,7 +490,7 @@ class Stage:
         Returns:
             The inputs as leaves of the graph, and the outputs.
         """
-        self._linears.halve(microbatch in self._halved)
+        self._linears.halve(microbatch in self.halved)
         wanted = self.ends.wanted(inputs)
         leaves = tuple([value.detach().requires_grad_(is_so) for value, is_so in zip(inputs, wanted, strict=True)])
         host = self.host
@@ -540,8 +521,8 @@ class Stage:
                 prepare = partial(self._prepare, step, microbatch, index, of_batch=has_batch)
                 prepare()
                 values = skipped.inputs(index, values)
-                if self._weights is not None:
-                    self._weights.forward(number, values)
+                if self.weights is not None:
+                    self.weights.forward(number, values)
                 again = self._again.get(index) if torch.is_grad_enabled() else None
                 try:
                     outputs = as_values(module(*values)) if again is None else again(values, prepare)
@@ -550,18 +531,18 @@ class Stage:
                 except Exception as error:
                     error.add_note(self.model.note(index, error))
                     raise
-                values = outputs if self._weights is None else self._weights.watch(number, outputs)
+                values = outputs if self.weights is None else self.weights.watch(number, outputs)
                 skipped.keep(index, values)
-                if self._overflow is not None:
-                    self._overflow.watch(index, microbatch, values)
+                if self.overflow is not None:
+                    self.overflow.watch(index, microbatch, values)
             values = (*values, *map(skipped.value, self.ends.kept))
             if target is None or not self.is_last:
                 return values
-            return self.model.figures(values, target, train=self._train, is_half=self._is_half)
+            return self.model.figures(values, target, train=self._train, is_half=self.is_half)
 
     def _prepare(self, step: int, microbatch: int, layer: int, *, of_batch: bool) -> None:
         """Seed a layer for a microbatch, and select its documents and slice."""
-        self._device.seed(derive(self.seed, "layer", step, microbatch, layer))
+        self.device.seed(derive(self.seed, "layer", step, microbatch, layer))
         if self.model.documents is not None:
             program: ProgramName = "train" if self._train else "evaluate"
             self.model.documents.turn_to(program if of_batch else None, step, microbatch)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor, nn
 
-from raypar.actors.models.deferred_init import as_kind_of
+from raypar.actors.models.init.deferred_init import as_kind_of
 from raypar.schedules.action import Action, Op
 from raypar.schedules.versions import Versions
 

@@ -129,11 +129,6 @@ def moves_between(
     return moves
 
 
-def bytes_between(moves: Sequence[TensorMove], sizes: Mapping[str, int]) -> int:
-    """Return the bytes that are sent between actors, given the bytes of an element of each tensor."""
-    return sum(volume(move.box) * sizes[move.tensor] for move in moves if move.is_sent)
-
-
 def box_at(offset: Shape, shape: Shape) -> Box:
     """Return the box with an offset and a shape."""
     return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))

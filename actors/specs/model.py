@@ -16,13 +16,66 @@ from raypar.actors.bounds import Count, Positive, Share, Some, Steps
 from raypar.actors.known_fields import known_fields
 from raypar.actors.specs.lora import OF_PARTS, Lora
 from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.rope_scaling import RopeScaling
 
 Positions = Literal["learned", "sinusoidal", "hierarchical", "rope", "alibi"]
 AttentionKind = Literal["blocks", "fused", "materialised"]
 LinearKind = Literal["auto", "onednn", "torch"]
 Gelu = Literal["exact", "tanh"]
 Gate = Literal["silu", "gelu", "gelu_tanh"]
+BLOCK_TOKENS = 64  # tokens in a block of queries
+KEPT_SCORES_BYTES = 12 << 20  # bytes of scores that an actor keeps for backwards at most, by default
+# Below these sizes torch's own kernel is faster.
+BLOCKS_FROM_TOKENS = 256  # tokens in the sequence
+BLOCKS_FROM_QUERIES = 2048  # queries of a sample, over all heads
+ScalingKind = Literal["linear", "dynamic", "yarn", "llama3"]
+_NO_NUMBER: float | None = None
+_NO_ID: int | None = None
+
+
+@known_fields(rope_type="kind", type="kind", original_max_position_embeddings="trained")
+@dataclass(frozen=True)
+class RopeScaling:
+    """Slower rotations, so that positions beyond those of an earlier training rotate by known angles."""
+
+    kind: ScalingKind = "linear"
+    """linear: all angles divided by factor (Chen et al. 2023); dynamic: a larger base for sequences beyond trained
+    (NTK-aware); yarn: slow pairs divided by factor, fast ones kept, and larger scores (Peng et al. 2023); llama3: by
+    the wavelength of each pair (Llama team 2024)"""
+    factor: Annotated[float, Ge(1.0)] = 1.0
+    """how many times longer sequences become"""
+    trained: Count | None = None
+    """most tokens in a sequence of the earlier training; linear needs none"""
+    low: Positive = 1.0
+    """of llama3: pairs that turn fewer than low times in trained tokens are divided by factor"""
+    high: Positive = 4.0
+    """of llama3: pairs that turn more than high times in trained tokens stay"""
+    fast: Positive = 32.0
+    """of yarn: pairs that turn more than fast times in trained tokens stay"""
+    slow: Positive = 1.0
+    """of yarn: pairs that turn fewer than slow times in trained tokens are divided by factor"""
+    truncate: bool = True
+    """of yarn: whether the bounds between pairs are rounded to whole ones"""
+    attention: Positive | None = None
+    """of yarn: what queries and keys are multiplied by; None: 0.1 ln(factor) + 1"""
+
+    def faults(self, positions: str) -> Iterator[str]:
+        """Yield the fields that do not fit each other.
+
+        Args:
+            positions: The model's positions.
+        """
+        if positions != "rope":
+            message = f"model.rope_scaling is given, but model.positions is {positions!r}"
+            yield f"{message}: set positions to 'rope', or leave rope_scaling out"
+        if self.kind != "linear" and self.trained is None:
+            message = f"model.rope_scaling.trained is None, and {self.kind!r} goes by it"
+            yield f"{message}: give the most tokens in a sequence of the earlier training"
+        if self.kind == "llama3" and self.low >= self.high:
+            message = f"model.rope_scaling.low is {self.low:g}, and high {self.high:g}"
+            yield f"{message}: low must be less than high, as 1 and 4"
+        if self.kind == "yarn" and self.slow >= self.fast:
+            message = f"model.rope_scaling.slow is {self.slow:g}, and fast {self.fast:g}"
+            yield f"{message}: slow must be less than fast, as 1 and 32"
 
 
 @dataclass(frozen=True)
@@ -77,6 +130,15 @@ class Transformer:
     """folder of a Hugging Face model whose weights the run begins with, as rp.HF("folder") gives it; None: random
     weights"""
 
+    # No fields, but fixed by the class. Llama has fields of some of these names, which describe them.
+    has_biases = False  # whether norms and linear layers have biases, but those of queries, keys, values and the head
+    has_rms_norms = False  # whether norms are RMSNorms, which need no means; else they are LayerNorms
+    is_gated = False  # whether MLPs have gates, a third matrix
+    qk_norm = False
+    scaled_embedding = False
+    query_scale = attention_cap = logit_cap = _NO_NUMBER
+    pad_id = _NO_ID
+
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield the sizes that do not fit each other, with the nearest ones that do.
 
@@ -91,12 +153,10 @@ class Transformer:
                 yield f"{message}: use 'attn', or leave out model.moe"
         if self.lora is not None and right("model.lora"):
             yield from self.lora.faults(gated=self.is_gated)
-        if self.window_first and self.window is None and right("model.window", "model.window_first"):
-            message = f"model.window_first is {self.window_first}, but there is no window"
-            yield f"{message}: give model.window, or leave it out"
-        if self.window_skips is not None and self.window is None and right("model.window", "model.window_skips"):
-            message = f"model.window_skips is {self.window_skips}, but there is no window"
-            yield f"{message}: give model.window, or leave it out"
+        for name in ("window_first", "window_skips"):
+            if getattr(self, name) and self.window is None and right("model.window", f"model.{name}"):
+                message = f"model.{name} is {getattr(self, name)}, but there is no window"
+                yield f"{message}: give model.window, or leave it out"
         if self.rope_scaling is not None and right("model.positions", "model.rope_scaling"):
             yield from self.rope_scaling.faults(self.positions)
         if not right("model.hidden", "model.heads", "model.head_width"):
@@ -156,54 +216,9 @@ class Transformer:
         return self.heads
 
     @property
-    def has_biases(self) -> bool:
-        """Whether norms and linear layers have biases, but those of queries, keys, values and the head."""
-        return False
-
-    @property
-    def has_rms_norms(self) -> bool:
-        """Whether norms are RMSNorms, which need no means; else they are LayerNorms."""
-        return False
-
-    @property
-    def is_gated(self) -> bool:
-        """Whether MLPs have gates, a third matrix."""
-        return False
-
-    @property
     def mlp_matrices(self) -> int:
         """Number of weight matrices of hidden x mlp_width in an MLP."""
         return 3 if self.is_gated else 2
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys pass a norm each."""
-        return False
-
-    @property
-    def scaled_embedding(self) -> bool:
-        """Whether the vectors of tokens are multiplied by the square root of hidden."""
-        return False
-
-    @property
-    def query_scale(self) -> float | None:
-        """Scores are divided by its square root; None: by that of a head's width."""
-        return None
-
-    @property
-    def attention_cap(self) -> float | None:
-        """Scores s become cap * tanh(s / cap); None: they stay as they are."""
-        return None
-
-    @property
-    def logit_cap(self) -> float | None:
-        """Logits s become cap * tanh(s / cap); None: they stay as they are."""
-        return None
-
-    @property
-    def pad_id(self) -> int | None:
-        """The token of padding, whose vector gets no gradient; None: every vector gets one."""
-        return None
 
     @property
     def norms(self) -> int:
@@ -233,10 +248,7 @@ class GPT(Transformer):
     gelu: Gelu = "exact"
     """exact: x times the normal distribution function; tanh: its approximation, which GPT-2 was trained with"""
 
-    @property
-    def has_biases(self) -> bool:
-        """Norms and linear layers have biases."""
-        return True
+    has_biases = True
 
     @property
     def mlp_width(self) -> int:
@@ -276,15 +288,16 @@ class Llama(Transformer):
     """the token of padding, whose vector gets no gradient where it is an input, as in models of transformers; None:
     every vector gets one"""
 
+    has_rms_norms = True
+    is_gated = True
+
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield what ``Transformer.faults`` yields, and a fault if kv_heads does not divide heads."""
         yield from super().faults(right)
         heads = self._fitting()[0] if right("model.heads", "model.hidden", "model.positions") else self.heads
         if right("model.heads", "model.kv_heads") and heads % (self.kv_heads or heads):
-            near, which = (
-                _divisor_near(self.kv_heads or heads, heads),
-                "model.heads" if heads == self.heads else "those",
-            )
+            near = _divisor_near(self.kv_heads or heads, heads)
+            which = "model.heads" if heads == self.heads else "those"
             yield f"model.kv_heads {self.kv_heads} does not divide {which} {heads}: set model.kv_heads to {near}, say"
         if right("model.attention", "model.attention_cap") and self.attention_cap and self.attention != "materialised":
             message = f"model.attention is {self.attention!r}, and model.attention_cap changes every score"
@@ -306,16 +319,6 @@ class Llama(Transformer):
     def mlp_width(self) -> int:
         """Width of a block's MLP."""
         return -(-self.hidden // 3) * 8 if self.ffn is None else self.ffn
-
-    @property
-    def has_rms_norms(self) -> bool:
-        """Norms are RMSNorms."""
-        return True
-
-    @property
-    def is_gated(self) -> bool:
-        """MLPs have gates."""
-        return True
 
 
 @known_fields()

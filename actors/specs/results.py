@@ -169,16 +169,16 @@ class StepResult:
         is_validated: Whether these updates were decided by all stages together, so that norms are those of all.
     """
 
-    losses: tuple[float, ...]
-    counts: tuple[int, ...]
-    grad_norm: float | None
-    lr: float | None
-    busy: float
-    start: float
-    end: float
-    overlap: float | None
-    in_flight: int
-    peak_memory: int
+    losses: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+    grad_norm: float | None = None
+    lr: float | None = None
+    busy: float = 0.0
+    start: float = 0.0
+    end: float = 0.0
+    overlap: float | None = None
+    in_flight: int = 0
+    peak_memory: int = 0
     samples: int = 0
     memory: Mapping[Kind, int] = field(default_factory=dict)
     scale: float | None = None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from raypar.actors.collective.autograd import Move, copy_to, reduce_from, reduce_scatter
 from raypar.actors.collective.group import Group
 from raypar.actors.layers.adapter import LoraAdapter
-from raypar.actors.layers.attention import Attention
+from raypar.actors.layers.attention.attention import Attention
 from raypar.actors.layers.linear import SharedInputLinears
 from raypar.actors.models.base import IGNORED, Kind
 from raypar.actors.models.module_tree import replace_modules
@@ -134,7 +134,7 @@ def megatron_styles(group: Group, *, sequence: bool) -> AxisStyles:
         partial(reduce_scatter, group=group, dim=1) if sequence else partial(reduce_from, group=group, in_place=True)
     )
     column = ColumnParallel(group)
-    enter = GatheredInput(group) if sequence else ReplicatedInput(group)
+    enter = EnteredInput(group, 1 if sequence else None)
     styles: dict[Kind, ParallelStyle] = {
         "vocab": VocabParallel(group, leave, flow),
         "enter": enter,
@@ -169,9 +169,7 @@ class ColumnParallel(ParallelStyle):
     def apply(self, name: str, module: nn.Module) -> Applied:
         assert isinstance(module, nn.Linear)
         weight = shard_of(module.weight.shape, 0, self.group)
-        shards = {"weight": weight} | (
-            {} if module.bias is None else {"bias": shard_of(module.bias.shape, 0, self.group)}
-        )
+        shards = {inner: shard_of(parameter.shape, 0, self.group) for inner, parameter in module.named_parameters()}
         return Applied(ColumnParallelLinear(module, weight), shards, outputs={"": Sharding({-1: weight.sharding[0]})})
 
 
@@ -301,30 +299,24 @@ class LogitsParallel(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class ReplicatedInput(ParallelStyle):
-    """Sum the gradient of a module's input over the members, once for all layers in the module (Megatron's f)."""
+class EnteredInput(ParallelStyle):
+    """Sum the gradient of a module's input over the members, once for all layers in the module (Megatron's f).
+
+    Attributes:
+        group: The members.
+        dim: The dim along which the input is sharded, and gathered here; None if every member has the whole input.
+    """
 
     group: Group
+    dim: int | None
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         if isinstance(getattr(module, "fan", None), SharedInputLinears):
-            module.fan = ColumnParallelFan(self.group, None)
+            module.fan = ColumnParallelFan(self.group, self.dim)
+        elif self.dim is not None:
+            Gathering(self.group, self.dim).attach(module)
         else:
             module.register_forward_pre_hook(lambda _, inputs: (copy_to(inputs[0], self.group), *inputs[1:]))
-        return Applied(module)
-
-
-@dataclass(frozen=True)
-class GatheredInput(ParallelStyle):
-    """Gather a module's input along the sequence, once for all layers in the module."""
-
-    group: Group
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        if isinstance(getattr(module, "fan", None), SharedInputLinears):
-            module.fan = ColumnParallelFan(self.group, 1)
-        else:
-            Gathering(self.group, dim=1).attach(module)
         return Applied(module)
 
 

@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -56,47 +56,6 @@ from raypar.schedules.action import Action
 _MOST = 200  # lines that are stored until the driver takes them
 _LONGEST = 2000  # characters of a line
 RELAYOUT = "relayout"  # the axis under which the ledger counts
-
-
-def passed_on(
-    handover: Handover,
-    member: Member | None,
-    joined: MutableMapping[str, Group],
-    moves: Sequence[TensorMove],
-    transfer: TransferGroup | None,
-) -> dict[str, int]:
-    """Send the parts that others need, and receive and load the parts that this actor needs.
-
-    Args:
-        handover: The parts that it has and needs.
-        member: The worker or server that it is in the new layout; None if it has no rank there.
-        joined: The groups that ``abort`` aborts, by key: the group of this transfer is added meanwhile.
-        moves: The moves from and to this actor; see ``Handover.pass_on``.
-        transfer: The group of all senders and receivers; None if nothing is sent.
-
-    Returns:
-        The bytes that this actor has sent and received, by op.
-
-    Raises:
-        ActionError: Another actor failed.
-    """
-    with nullcontext() if member is None else member.probe.idle():
-        try:
-            if transfer is not None:
-                device = torch.device("cpu") if member is None else member.context.device.device
-                joined[RELAYOUT] = ray_groups.join(transfer.name, RELAYOUT, *transfer[1:], device=device)
-            group = joined.get(RELAYOUT)
-            handover.pass_on(moves, group)
-            if member is not None:
-                member.state.adopt(handover.read)
-        except Exception as error:
-            if member is None:
-                raise
-            raise member.context.failed("relayout", None, error) from None
-    if group is None:
-        return {}
-    ray_groups.leave(joined.pop(RELAYOUT).name)
-    return {op: entry.bytes for (_, op), entry in group.ledger.entries().items()}
 
 
 class PrintedLines:
@@ -145,19 +104,20 @@ class Refusals:
         self.has_failed = False
         self._of_step: Exception | None = None  # the error of all further calls of the step
 
-    def stop(self) -> None:
-        """Refuse all steps after the present one."""
-        self.has_failed = True
-
-    def begin(self, label: str) -> None:
-        """Begin a step. Raises StaleError if one before it has failed."""
-        if self.has_failed:
-            raise StaleError(f"{label} has failed in a step before this one")
-        self._of_step = None
-
     @contextmanager
-    def attempt(self) -> Iterator[None]:
-        """Return a context for a call of the step. After a failure, all further calls of the step raise its error."""
+    def attempt(self, begins: str = "") -> Iterator[None]:
+        """Return a context for a call of the step. After a failure, all further calls of the step raise its error.
+
+        Args:
+            begins: Label of the actor, if the call begins a step; else "".
+
+        Raises:
+            StaleError: The call begins a step, and a step before it has failed.
+        """
+        if begins:
+            if self.has_failed:
+                raise StaleError(f"{begins} has failed in a step before this one")
+            self._of_step = None
         if self._of_step is not None:
             raise self._of_step.with_traceback(None)
         try:
@@ -259,8 +219,7 @@ class RayparActor:
         """
         step, epoch, copy_within, stream = json.loads(order)
         member = there(self._member)
-        self._refusals.begin(member.context.label)
-        with self._refusals.attempt():
+        with self._refusals.attempt(begins=member.context.label):
             result = worker_in(member).run("train", step, epoch, stream) if stream else member.run("train", step, epoch)
             copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
             return replace(result, copied=copied, printed=self.printed())
@@ -268,8 +227,7 @@ class RayparActor:
     def run(self, program: ProgramName, step: int) -> StepResult:
         """Perform this actor's row of a step of another program, as an evaluation. Raises what ``train`` raises."""
         member = there(self._member)
-        self._refusals.begin(member.context.label)
-        with self._refusals.attempt():
+        with self._refusals.attempt(begins=member.context.label):
             return replace(member.run(program, step), printed=self.printed())
 
     def start_step(self, step: int, epoch: int, stream: int = 0) -> None:
@@ -279,8 +237,7 @@ class RayparActor:
             StaleError: An earlier step has failed, or the call is of an earlier epoch.
         """
         worker = worker_in(self._member)
-        self._refusals.begin(worker.context.label)
-        with self._refusals.attempt():
+        with self._refusals.attempt(begins=worker.context.label):
             worker.start("train", step, epoch, stream)
 
     def act(self, action: Action, *after: None) -> None:
@@ -434,11 +391,38 @@ class RayparActor:
         return self._handover.want(there(self._member).state.wanted_tensors(), kinds)
 
     def pass_on(self, moves: Sequence[TensorMove], transfer: TransferGroup | None) -> dict[str, int]:
-        """Send the parts that others need in the new layout, and load those of this actor; see ``passed_on``."""
+        """Send the parts that others need in the new layout, and receive and load those that this actor needs.
+
+        Args:
+            moves: The moves from and to this actor; see ``Handover.pass_on``.
+            transfer: The group of all senders and receivers; None if nothing is sent.
+
+        Returns:
+            The bytes that this actor has sent and received, by op.
+
+        Raises:
+            ActionError: Another actor failed.
+        """
+        member, joined = self._member, self._joined  # the transfer's group is aborted with the others
         assert self._handover is not None
-        sent = passed_on(self._handover, self._member, self._joined, moves, transfer)
+        with nullcontext() if member is None else member.probe.idle():
+            try:
+                if transfer is not None:
+                    device = torch.device("cpu") if member is None else member.context.device.device
+                    joined[RELAYOUT] = ray_groups.join(transfer.name, RELAYOUT, *transfer[1:], device=device)
+                group = joined.get(RELAYOUT)
+                self._handover.pass_on(moves, group)
+                if member is not None:
+                    member.state.adopt(self._handover.read)
+            except Exception as error:
+                if member is None:
+                    raise
+                raise member.context.failed("relayout", None, error) from None
         self._handover = None
-        return sent
+        if group is None:
+            return {}
+        ray_groups.leave(joined.pop(RELAYOUT).name)
+        return {op: entry.bytes for (_, op), entry in group.ledger.entries().items()}
 
     # --- called from another thread during a step ---
 
@@ -466,7 +450,7 @@ class RayparActor:
 
     def abort(self) -> None:
         """Abort all communication under way, and take no step after the present one."""
-        self._refusals.stop()
+        self._refusals.has_failed = True  # refuses all steps after the present one
         for group in list(self._joined.values()):
             group.abort()
         if self._keeper is not None:

@@ -17,7 +17,7 @@ from raypar.actors.collective.autograd import joined_parts
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.stage_weights import WeightWindows
-from raypar.actors.layers.kv_cache import CachedSequences, going_on, incremental
+from raypar.actors.layers.attention.kv_cache import CachedSequences, going_on, incremental
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.rng import derive
@@ -26,7 +26,7 @@ from raypar.actors.specs.results import Span
 from raypar.actors.specs.sampling import Prompts, Sampling
 from raypar.actors.tensors import Values
 from raypar.actors.worker.build.boundaries import peers_of
-from raypar.actors.worker.build.flow import numbers_of
+from raypar.actors.worker.build.flow import numbers_of, stage_of
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
@@ -186,7 +186,7 @@ class ActorGeneration:
             Op.SEND_F: lambda action: self._courier.send(action, self._take(action)),
             Op.RECV_F: lambda action: self._values.update({action: self._courier.receive(action)}),
             Op.UNSHARD: self._unshard,
-            Op.RESHARD: lambda action: self._windows.close(_stage(action)),
+            Op.RESHARD: lambda action: self._windows.close(stage_of(action)),
         }
 
     @property
@@ -250,7 +250,7 @@ class ActorGeneration:
 
     def _unshard(self, action: Action) -> None:
         """Start to gather the weights of a stage, if they are sharded or stored off the device."""
-        self._windows.open(_stage(action))
+        self._windows.open(stage_of(action))
 
     def _forward(self, action: Action) -> None:
         """Compute a stage for a group of sequences; the last one chooses their tokens."""
@@ -351,8 +351,3 @@ class ActorGeneration:
         """Remove and return the values that an action needs from another one."""
         (source,) = (need for need in needs(action, self.prompts.schedule) if need in self._values)
         return self._values.pop(source)
-
-
-def _stage(action: Action) -> int:
-    assert action.stage is not None
-    return action.stage

@@ -61,7 +61,7 @@ class Server:
         index = world.server_index(plan.rank)
         part = build_part(plan, device, {}, index)
         own, scaler = part.share(index), LossScaler(None)
-        self.state = WorkerState(context, part, own, updater_of(plan, part, groups, device.device, scaler), {}, scaler)
+        self.state = WorkerState(context, part, own, updater_of(context, part, scaler), {}, scaler)
         self.probe = Probe(context, self.state, part.model.names, part.outputs)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
@@ -150,17 +150,8 @@ class Server:
         step.now = None
         if step.is_train:
             self.probe.close(device.spans(step.events))
-        return StepResult(
-            losses=(),
-            counts=(),
-            **(step.updates[-1] if step.updates else Updated())._asdict(),
-            busy=0.0,
-            start=0.0,
-            end=0.0,
-            overlap=None,
-            in_flight=0,
-            peak_memory=device.peak(),
-        )
+        updated = step.updates[-1] if step.updates else Updated()
+        return StepResult(**updated._asdict(), peak_memory=device.peak())
 
     def _pushed(self) -> Tensor | None:
         """Wait for the summed gradients. Return the summed ballots if this server gets them, else None."""

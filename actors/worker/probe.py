@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -23,10 +24,11 @@ from raypar.actors.worker.state import WorkerState
 from raypar.schedules.action import Action
 
 
+@dataclass(eq=False)
 class Probe:
     """Inspects one actor without changing a number of the run.
 
-    Args:
+    Attributes:
         context: The actor's rank, device and groups.
         state: The actor's state.
         names: Logical names of all layers of the model.
@@ -34,34 +36,26 @@ class Probe:
         reducer: Sums gradients over replicas; None if there are none to sum.
         gathered: The bytes of sharded weights that are gathered; None if none are sharded.
         older: The bytes of older versions of weights; None in a synchronous schedule.
-
-    Attributes:
         step: The latest step that was begun.
         cache_bytes: Bytes of the keys and values of a generation under way.
         process: Bytes that the actor's process had before it took part in a run; 0 if it computes on a GPU.
         sequences: Of each group of a generation, the number of sequences and the positions of their caches.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        state: WorkerState,
-        names: Sequence[str],
-        outputs: Mapping[str, Sharding],
-        reducer: Reducer | None = None,
-        gathered: HighWater | None = None,
-        older: HighWater | None = None,
-    ) -> None:
-        self.step, self.cache_bytes, self.process = StepState(), 0, 0
-        self.sequences: tuple[tuple[int, int], ...] = ()
-        self._context, self._state = context, state
-        self._names, self._outputs = names, outputs
-        self._reducer, self._gathered, self._older = reducer, gathered, older
-        self._taken: tuple[int, dict[Kind, int]] | None = (
-            None  # of the latest training step: its peak, temporary memory by kind
-        )
-        self._trained: deque[list[Span]] = deque(maxlen=KEPT)  # spans of compiled training steps, latest first
-        self._is_idle = False
+    context: RankContext
+    state: WorkerState
+    names: Sequence[str]
+    outputs: Mapping[str, Sharding]
+    reducer: Reducer | None = None
+    gathered: HighWater | None = None
+    older: HighWater | None = None
+    step: StepState = field(default_factory=StepState)
+    cache_bytes: int = 0
+    process: int = 0
+    sequences: tuple[tuple[int, int], ...] = ()
+    _taken: tuple[int, dict[Kind, int]] | None = None  # of the latest training step: its peak, temporary memory by kind
+    _trained: deque[list[Span]] = field(default_factory=lambda: deque(maxlen=KEPT))  # of training steps, latest first
+    _is_idle: bool = False
 
     # --- progress and times ---
 
@@ -104,31 +98,31 @@ class Probe:
     def ledger(self) -> dict[tuple[str, str], tuple[int, int, float]]:
         """Return calls, bytes and seconds by (axis, op) since the run began."""
         # The groups share one ledger, or each has its own.
-        tables = [group.ledger.entries() for group in self._context.groups.values()]
+        tables = [group.ledger.entries() for group in self.context.groups.values()]
         return {key: (entry.calls, entry.bytes, entry.seconds) for table in tables for key, entry in table.items()}
 
     # --- weights and gradients ---
 
     def parameters(self) -> dict[str, Tensor]:
         """Return this actor's weights by logical name, on the host."""
-        return {name: parameter.detach().cpu() for name, parameter in self._state.parameters.items()}
+        return {name: parameter.detach().cpu() for name, parameter in self.state.parameters.items()}
 
     def parameter(self, name: str) -> Tensor:
         """Return one of this actor's weights by logical name, on the host."""
-        return self._state.parameters[name].detach().cpu()
+        return self.state.parameters[name].detach().cpu()
 
     def masters(self) -> dict[str, Tensor]:
         """Return the weights that this actor's optimizer updates by logical name, on the host."""
-        return {name: master.detach().cpu() for name, master in self._state.masters.items()}
+        return {name: master.detach().cpu() for name, master in self.state.masters.items()}
 
     def master(self, name: str) -> Tensor | None:
         """Return one of ``masters``, on the host; None if another actor updates it."""
-        master = self._state.masters.get(name)
+        master = self.state.masters.get(name)
         return None if master is None else master.detach().cpu()
 
     def fixed(self, name: str) -> Tensor | None:
         """Return a frozen parameter or a buffer by logical name, on the host; None if it is not on this actor."""
-        tensor = self._state.fixed().get(name)
+        tensor = self.state.part.fixed().get(name)
         return None if tensor is None else tensor.detach().cpu()
 
     def gradient(self, name: str) -> Tensor | None:
@@ -136,7 +130,7 @@ class Probe:
 
         It is summed over the step and the replicas, and clipped.
         """
-        gradient = self._state.weights()[name].grad
+        gradient = self.state.weights()[name].grad
         return None if gradient is None else gradient.cpu()
 
     def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
@@ -159,19 +153,19 @@ class Probe:
         values = self.step.notes.made.get(action, ())
         if not values and not any(event.action == action for event in self.step.events):
             raise KeyError(str(action))
-        in_flight = sum(len(stage.in_flight) for stage in self._state.stages.values())
+        in_flight = sum(len(stage.in_flight) for stage in self.state.stages.values())
         return ComputedValue.of(
-            self._context.label, action, values, in_flight, self._context.device.peak(), tensors=tensors
+            self.context.label, action, values, in_flight, self.context.device.peak(), tensors=tensors
         )
 
     def memory(self) -> dict[Kind, int]:
         """Return the bytes that this actor holds now, by kind; kinds that the run cannot have are left out."""
-        storage, held, masters = self._state.storage, self._state.held, self._state.masters_apart()
-        states = [tensor for _, kept, tensor in self._state.update.state() if kept]
-        own = (*held, *masters) if self._reducer is None else self._unreduced()
+        storage, held, masters = self.state.storage, self.state.part.held, self.state.masters_apart()
+        states = [tensor for _, kept, tensor in self.state.update.state() if kept]
+        own = (*held, *masters) if self.reducer is None else self._unreduced()
         gradients = sum(nbytes(p.grad) for p in own if p.grad is not None)
-        if self._reducer is not None:
-            gradients += self._reducer.num_bytes
+        if self.reducer is not None:
+            gradients += self.reducer.num_bytes
         away = {id(one) for one in (*held, *masters, *states) if storage.is_off_device and storage.holds(one)}
         offloaded = sum(nbytes(one) for one in (*held, *masters, *states) if id(one) in away)
         found: dict[Kind, int] = {
@@ -187,14 +181,14 @@ class Probe:
     def most(self) -> dict[Kind, int]:
         """Return the largest bytes by kind within the latest training step, in which every weight has a gradient."""
         gradients = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._unreduced())
-        if self._reducer is not None:
-            gradients += self._reducer.num_bytes
-        whole: dict[Kind, int] = {} if self._state.storage.is_off_device else {"gradients": gradients}
+        if self.reducer is not None:
+            gradients += self.reducer.num_bytes
+        whole: dict[Kind, int] = {} if self.state.storage.is_off_device else {"gradients": gradients}
         return self.memory() | whole | self._memory_of_training()[1]
 
     def _memory_of_step(self) -> tuple[int, dict[Kind, int]]:
         """Return the peak of the latest step, and the largest temporary memory in it, by kind."""
-        return self._context.device.peak(), {kind: held.most for kind, held in self._temporary()}
+        return self.context.device.peak(), {kind: held.most for kind, held in self._temporary()}
 
     def _memory_of_training(self) -> tuple[int, dict[Kind, int]]:
         """Return the memory of the latest training step, which evaluations may have followed."""
@@ -202,32 +196,32 @@ class Probe:
 
     def _unreduced(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are in no bucket, such as those of experts on this actor only."""
-        reduced = frozenset[str]() if self._reducer is None else self._reducer.names
-        return [p for name, p in self._state.parameters.items() if name not in reduced]
+        reduced = frozenset[str]() if self.reducer is None else self.reducer.names
+        return [p for name, p in self.state.parameters.items() if name not in reduced]
 
     def _temporary(self) -> Iterator[tuple[Kind, HighWater]]:
         """Yield the counters of this actor's temporary memory, by kind."""
-        if self._gathered is not None:
-            yield "gathered", self._gathered
-        if self._reducer is not None and self._reducer.bucket_bytes is not None:
-            yield "buckets", self._reducer.bucket_bytes
-        if self._older is not None:
-            yield "versions", self._older
-        hosts = [stage.host.held for stage in self._state.stages.values() if stage.host is not None]
+        if self.gathered is not None:
+            yield "gathered", self.gathered
+        if self.reducer is not None and self.reducer.bucket_bytes is not None:
+            yield "buckets", self.reducer.bucket_bytes
+        if self.older is not None:
+            yield "versions", self.older
+        hosts = [stage.host.held for stage in self.state.stages.values() if stage.host is not None]
         if hosts:
             yield "offloaded", hosts[0]  # all stages have the same counter
 
     def held(self) -> ActorContents:
         """Return the sizes of everything that this actor holds now."""
-        dp = self._context.world.mesh.dp
+        dp = self.context.world.mesh.dp
         return ActorContents(
-            self._context.label,
+            self.context.label,
             now=self.memory(),
             most=self.most(),
             values={action: sum(map(nbytes, values)) for action, values in self.step.values.items()},
             in_flight={
                 number: tuple(microbatch // dp for microbatch in stage.in_flight)
-                for number, stage in self._state.stages.items()
+                for number, stage in self.state.stages.items()
             },
             memory=self._memory_of_training()[0],
             has_trained=self.step.is_train or self._taken is not None,
@@ -237,10 +231,10 @@ class Probe:
 
     def record(self, stage: int) -> None:
         """Start recording a stage in the step that was opened, before the stage has done anything."""
-        stages = self._state.stages
+        stages = self.state.stages
         others = {id(p) for number, one in stages.items() if number != stage for p in one.parameters().values()}
         own = {name: p for name, p in stages[stage].parameters().items() if id(p) not in others}
-        microbatches = self._context.plan.programs["train"].numbers_a_step
+        microbatches = self.context.plan.programs["train"].numbers_a_step
         stages[stage].listener = Tape(stages[stage].state(), own, microbatches)
 
     def recording(self, stage: int) -> tuple[tuple[int, ...], list[str], dict[str, Tensor]]:
@@ -250,9 +244,9 @@ class Probe:
             Indices of the stage's layers; the recorded calls in their order, such as ``F3``; all tensors by name (see
             ``Tape``).
         """
-        tape = self._state.stages[stage].listener
+        tape = self.state.stages[stage].listener
         assert isinstance(tape, Tape)
-        return self._state.stages[stage].layers, tape.actions, tape.tensors
+        return tuple(self.state.stages[stage].layers), tape.actions, tape.tensors
 
     def watch(self) -> tuple[str, ...]:
         """Start storing the outputs of layers and their gradients, in the step that was opened.
@@ -261,16 +255,16 @@ class Probe:
             Logical names of the watched layers, and of the watched modules inside them.
         """
         names = list[str]()
-        for stage in self._state.stages.values():
-            layers = [self._names[index] for index in stage.layers]
-            whole = stage.is_last and self._context.world.mesh.cp == 1  # with cp, the loss covers only some tokens
-            watch = OutputWatch(dict(zip(layers, stage.modules, strict=True)), self._outputs, keeps_loss=whole)
+        for stage in self.state.stages.values():
+            layers = [self.names[index] for index in stage.layers]
+            whole = stage.is_last and self.context.world.mesh.cp == 1  # with cp, the loss covers only some tokens
+            watch = OutputWatch(dict(zip(layers, stage.modules, strict=True)), self.outputs, keeps_loss=whole)
             stage.listener = watch
             names += watch.names
         return tuple(names)
 
     def sights(self, spots: Sequence[Spot]) -> list[Sight | None]:
         """Return this actor's part of each of these watched tensors; None where it has none."""
-        stages = self._state.stages.values()
+        stages = self.state.stages.values()
         watches = [stage.listener for stage in stages if isinstance(stage.listener, OutputWatch)]
         return [next((watch.seen[spot] for watch in watches if spot in watch.seen), None) for spot in spots]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from raypar.actors.checkpoint.memory_snapshot import Slots
 from raypar.actors.checkpoint.snapshot import AVERAGE, SCALER, Copies, Read, Written, buffer_name, logical_name, reader
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.inspect.step import Notes
-from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.optimizer import STATE_KEYS
 from raypar.actors.optim.step import ParameterUpdate, Updater
@@ -63,51 +64,41 @@ class SpeculativeUpdate(NamedTuple):
     notes: Notes
 
 
+@dataclass(eq=False)
 class WorkerState:
     """An actor's parameters, their optimizer state, and the buffers of its stages.
 
-    Args:
+    Attributes:
         context: The actor's rank, device and groups.
         part: Its pipeline rank's part of the model.
         parameters: The parameters that this actor holds, by logical name.
         update: Their update at the end of a step.
         stages: The actor's stages by number; empty for a parameter server.
         scaler: The scale of the loss.
-
-    ``parameters``, ``update`` and ``stages`` are attributes too, and ``fixed``, ``held`` and ``storage`` are those of
-    ``part``.
-
-    Attributes:
         masters: The weights that this actor updates, by logical name. In half precision they are not
             ``parameters``.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        part: ModelPart,
-        parameters: Mapping[str, nn.Parameter],
-        update: ParameterUpdate,
-        stages: Mapping[int, Stage],
-        scaler: LossScaler,
-    ) -> None:
-        self.parameters, self.update, self.stages = parameters, update, stages
-        self.fixed, self.masters, self._scaler = part.fixed, part.masters.parameters, scaler
-        self._publish, self._layers = part.masters.publish, part.parameters
-        self.held, self.storage = part.held, part.storage
-        self._context, self._shards, self._partial = context, part.shards, part.partial
-        self._owners = part.owners
-        self._stored_names = {copy: stored for stored, copy in part.model.ties}
-        self._copies = Copies(part.storage)
+    context: RankContext
+    part: ModelPart
+    parameters: Mapping[str, nn.Parameter]
+    update: ParameterUpdate
+    stages: Mapping[int, Stage]
+    scaler: LossScaler
+
+    def __post_init__(self) -> None:
+        self.masters, self.storage = self.part.masters.parameters, self.part.storage
+        self._stored_names = {copy: stored for stored, copy in self.part.model.ties}
+        self._copies = Copies(self.storage)
 
     def holds(self) -> dict[str, Shard]:
         """Return, by logical name, the part of each parameter that this actor holds."""
-        return {name: self._shards.get(name) or Shard(tuple(p.shape)) for name, p in self.parameters.items()}
+        return {name: self.part.shards.get(name) or Shard(tuple(p.shape)) for name, p in self.parameters.items()}
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of all stages, and the frozen parameters that change, with their names in a checkpoint."""
         for stage in self.stages.values():
-            yield from ((buffer_name(self._context.dp, name), buffer) for name, buffer in stage.buffers().items())
+            yield from ((buffer_name(self.context.dp, name), buffer) for name, buffer in stage.buffers().items())
 
     def put_buffers_back(self) -> None:
         """Restore the values of ``buffers`` at the beginning of the present step."""
@@ -116,7 +107,7 @@ class WorkerState:
 
     def zero_grad(self) -> None:
         """Drop the gradients of the step before."""
-        for parameter in chain(self._layers.values(), self.masters.values()):
+        for parameter in chain(self.part.parameters.values(), self.masters.values()):
             parameter.grad = None
 
     def take(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
@@ -183,16 +174,16 @@ class WorkerState:
         Raises:
             ActionError: A communication failed.
         """
-        self._context.device.enter()
+        self.context.device.enter()
         try:
             self.update.use_averages(use=use)
-            self._context.synchronize()
+            self.context.synchronize()
         except GroupError as error:
-            raise self._context.failed("averages of weights", None, error) from None
+            raise self.context.failed("averages of weights", None, error) from None
 
     def masters_apart(self) -> list[nn.Parameter]:
         """Return the masters that are not among the weights that this actor holds for its layers."""
-        held = {id(weight) for weight in self.held}
+        held = {id(weight) for weight in self.part.held}
         return [master for master in self.masters.values() if id(master) not in held]
 
     def weights(self) -> dict[str, nn.Parameter]:
@@ -210,7 +201,7 @@ class WorkerState:
 
         Afterwards training may continue.
         """
-        self._context.device.enter()
+        self.context.device.enter()
         tensors, shards = self._share(weights_only=weights_only)
         self._copies.take(tensors.items(), shards)
 
@@ -227,12 +218,12 @@ class WorkerState:
         Raises:
             CheckpointError: The copy can't be written.
         """
-        file = f"{self._context.label.replace('=', '').replace(' ', '-')}.safetensors"
+        file = f"{self.context.label.replace('=', '').replace(' ', '-')}.safetensors"
         return self._copies.write(Path(folder), file, beside=beside)
 
     def keep(self, slots: Slots, step: int, copied: Callable[[], None]) -> None:
         """Take a snapshot of this actor's share of the state after ``step`` steps; see ``Slots.take``."""
-        self._context.device.enter()
+        self.context.device.enter()
         tensors, shards = self._share()
         slots.take(step, tensors.items(), shards, self.storage.accessible, copied)
 
@@ -250,7 +241,7 @@ class WorkerState:
 
     def adopt(self, read: Read) -> None:
         """Load the weights, optimizer state and buffers that a function returns for ``wanted_tensors``."""
-        self._context.device.enter()
+        self.context.device.enter()
         with torch.no_grad():
             self._load_weights(read)
             self._load_buffers(read)
@@ -267,9 +258,9 @@ class WorkerState:
         Raises:
             CheckpointError: The checkpoint can't be read.
         """
-        used = bad + self._scaler.left_out
+        used = bad + self.scaler.left_out
         self.load(ShardFolder(Path(folder)), tensors)
-        self._scaler.left_out = used + 1 - step
+        self.scaler.left_out = used + 1 - step
 
     # --- another layout ---
 
@@ -278,7 +269,7 @@ class WorkerState:
 
         Unlike its share of a checkpoint it includes tensors that other actors have too.
         """
-        self._context.device.enter()
+        self.context.device.enter()
         yield from ((self._stored_as(one.weight, one.kept), one.shard, one.tensor) for one in self._state())
 
     def wanted_tensors(self) -> Iterator[WantedTensor]:
@@ -291,7 +282,7 @@ class WorkerState:
         yield WantedTensor(SCALER, "", (SCALER,), Sharding())
         for stage in self.stages.values():
             for buffer in {**stage.buffers(), **stage.frozen()}:
-                own = buffer_name(self._context.dp, buffer)
+                own = buffer_name(self.context.dp, buffer)
                 either = own, buffer_name(0, buffer)  # there may have been fewer replicas
                 yield WantedTensor(own, "", either, Sharding())
 
@@ -310,7 +301,7 @@ class WorkerState:
         """Copy weights and optimizer state into the notes, before a STEP changes them."""
         kept = ((logical_name(weight, kept), tensor) for weight, kept, tensor in self.update.state() if kept)
         notes.remember(chain(self.weights().items(), kept), self.storage.copied)
-        notes.remember([(SCALER, self._scaler.numbers())])
+        notes.remember([(SCALER, self.scaler.numbers())])
         notes.updated = True
 
     def restore(self, notes: Notes) -> None:
@@ -324,7 +315,7 @@ class WorkerState:
 
     def _state(self) -> Iterator[StateTensor]:
         """Yield this actor's whole state, including tensors that other actors have too."""
-        context, updated = self._context, set[str]()
+        context, updated = self.context, set[str]()
         for weight, kept, tensor in self.update.state():
             updated.add(weight)
             yield StateTensor(weight, kept, tensor, self._shard(weight, tensor), self._saves(weight, tensor))
@@ -334,8 +325,8 @@ class WorkerState:
                     yield StateTensor(name, "", parameter, self._shard(name, parameter), is_saved=False)
         if context.leads and context.cp == 0:
             yield from (StateTensor(name, "", buffer, None, is_saved=True) for name, buffer in self.buffers())
-        if context.plan.rank in context.world.trainers and (context.plan.run.counts_skips or not self._scaler.is_fresh):
-            yield StateTensor(SCALER, "", self._scaler.numbers(), None, is_saved=context.plan.rank == 0)
+        if context.plan.rank in context.world.trainers and (context.plan.run.counts_skips or not self.scaler.is_fresh):
+            yield StateTensor(SCALER, "", self.scaler.numbers(), None, is_saved=context.plan.rank == 0)
 
     def _share(self, *, weights_only: bool = False) -> tuple[dict[str, Tensor], dict[str, Shard]]:
         """Return this actor's share of a checkpoint, or of its weights alone, by name in the checkpoint.
@@ -350,7 +341,7 @@ class WorkerState:
 
     def _sharding(self, weight: str) -> Sharding:
         """Return this actor's part of a weight and of its optimizer state."""
-        tile, shard = tile_of(weight), self._shards.get(weight)
+        tile, shard = tile_of(weight), self.part.shards.get(weight)
         sharding = Sharding() if tile is None else Sharding({0: tile})
         return sharding if shard is None else sharding.then(shard.sharding)
 
@@ -358,21 +349,23 @@ class WorkerState:
         """Return the part of its logical tensor that a weight or its optimizer state is; None for the whole."""
         if tensor.dim() and (tile := tile_of(weight)) is not None:
             return Shard((tile.count * tensor.shape[0], *tensor.shape[1:]), Sharding({0: tile}))
-        return self._shards.get(weight) if tensor.dim() else None
+        return self.part.shards.get(weight) if tensor.dim() else None
 
     def _saves(self, weight: str, tensor: Tensor) -> bool:
         """Return whether this actor saves a weight that it updates, and its state: it has the first of all copies.
 
         A tied weight is saved under one of its names. In a tensor group, the first holder of a part saves it.
         """
-        context, is_expert = self._context, weight in self._owners.experts
+        context, is_expert = self.context, weight in self.part.owners.experts
         if weight in self._stored_names or not (context.saves_experts if is_expert else context.saves):
             return False
         if (tile := tile_of(weight)) is not None:
             return context.leads and (bool(tensor.dim()) or tile.own == (0,))
         if is_expert and context.world.mesh.folds_experts:
             return True
-        return context.leads if self._shard(weight, tensor) is None else is_first_holder(self._partial.get(weight, ()))
+        return (
+            context.leads if self._shard(weight, tensor) is None else is_first_holder(self.part.partial.get(weight, ()))
+        )
 
     def _load_weights(self, read: Read) -> None:
         for name, parameter in self.parameters.items():
@@ -381,15 +374,15 @@ class WorkerState:
             for each in {id(one): one for one in (parameter, self.masters.get(name, parameter))}.values():
                 with self.storage.accessible([each], writes=True):
                     each.copy_(weight)
-        self._publish()
+        self.part.masters.publish()
         self.update.load(read)
         if (numbers := read(SCALER, "")) is not None:
-            self._scaler.load(numbers)
+            self.scaler.load(numbers)
 
     def _load_buffers(self, read: Read) -> None:
         for stage in self.stages.values():
             for name, buffer in {**stage.buffers(), **stage.frozen()}.items():
-                for dp in (self._context.dp, 0):  # the checkpoint may have fewer replicas
+                for dp in (self.context.dp, 0):  # the checkpoint may have fewer replicas
                     if (saved := read(buffer_name(dp, name), "")) is not None:
                         stage.load_buffer(buffer, saved)
                         break

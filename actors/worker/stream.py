@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,7 +16,7 @@ from raypar.actors.optim.delay_feedback import DelayFeedback
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
-from raypar.actors.worker.build.flow import StageExchange, numbers_of
+from raypar.actors.worker.build.flow import StageExchange, numbers_of, stage_of
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.state import SpeculativeUpdate, WorkerState
@@ -23,44 +24,38 @@ from raypar.schedules.action import Action, Op
 from raypar.schedules.versions import versions_used
 
 
+@dataclass(eq=False)
 class Stream:
     """The updates of an actor's stages in an asynchronous schedule, and the versions of their weights.
 
-    Args:
+    Attributes:
         context: The actor's rank, device and groups.
         state: Its weights and optimizer state.
         stages: Its stages by number.
         flow: The inputs and outputs of the stages.
         reducer: Sums gradients over replicas; None if there are none.
-        row: Its row of the training schedule.
-
-    Attributes:
+        row: The row of the steps under way, at first that of the training schedule.
         older: Bytes of versions other than the newest ones.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        state: WorkerState,
-        stages: Mapping[int, Stage],
-        flow: StageExchange,
-        reducer: Reducer | None,
-        row: Sequence[Action],
-    ) -> None:
-        self._row, self._is_validated = row, any(action.op is Op.VALIDATE for action in row)
-        self._speculative: SpeculativeUpdate | None = None
-        self._context = context
-        self._state = state
-        self._flow = flow
-        self._reducer = reducer
-        self._versions = {number: WeightVersions(stage.modules, row, number) for number, stage in stages.items()}
-        self._feedback = DelayFeedback(state.masters) if context.plan.run.delay_feedback else None
-        self._stale: set[int] = set()
-        self.older = HighWater()
+    context: RankContext
+    state: WorkerState
+    stages: Mapping[int, Stage]
+    flow: StageExchange
+    reducer: Reducer | None
+    row: Sequence[Action]
+    older: HighWater = field(default_factory=HighWater)
+    _speculative: SpeculativeUpdate | None = None
+    _stale: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._is_validated = any(action.op is Op.VALIDATE for action in self.row)
+        self._versions = {number: WeightVersions(one.modules, self.row, number) for number, one in self.stages.items()}
+        self._feedback = DelayFeedback(self.state.masters) if self.context.plan.run.delay_feedback else None
 
     def begin(self, row: Sequence[Action]) -> None:
         """Begin the steps of a row."""
-        self._row, self._speculative = row, None
+        self.row, self._speculative = row, None
         for versions in self._versions.values():
             versions.begin(row)
         if self._feedback is not None:
@@ -86,16 +81,16 @@ class Stream:
         """
         assert action.microbatch is not None
         number = step.number + action.microbatch
-        if self._reducer is not None:
-            self._reducer.finish()
-        self._context.synchronize()  # so that a failed message cannot reach the weights
+        if self.reducer is not None:
+            self.reducer.finish()
+        self.context.synchronize()  # so that a failed message cannot reach the weights
         microbatches = range(action.microbatch * step.length, (action.microbatch + 1) * step.length)
-        ballot = self._flow.ballot(microbatches)
+        ballot = self.flow.ballot(microbatches)
         if self._is_validated:
-            if self._reducer is not None and ballot is not None:
-                self._reducer.total(ballot)  # all replicas correct their gradients by the targets of all
+            if self.reducer is not None and ballot is not None:
+                self.reducer.total(ballot)  # all replicas correct their gradients by the targets of all
             with self._of(action).updating(action):
-                self._speculative = self._state.begin_update(number, ballot)
+                self._speculative = self.state.begin_update(number, ballot)
             return
         if ballot is None:
             ballot = ballot_of(1, 1.0, sound=True)  # only the last stage has losses
@@ -110,7 +105,7 @@ class Stream:
             change = partial(self._feedback.extend, is_stale=action.microbatch in self._stale)
         try:
             with versions.updating(action):
-                step.updates.append(self._state.take(number, ballot, change))
+                step.updates.append(self.state.take(number, ballot, change))
         except NonFiniteError as error:
             message = str(error).replace("no weight was changed", "other stages may have updated already")
             raise ValueError(f"{message}, and resume from the last checkpoint") from None
@@ -132,7 +127,7 @@ class Stream:
         """
         assert self._speculative is not None
         try:
-            updated, is_right = self._state.conclude_update(self._speculative)
+            updated, is_right = self.state.conclude_update(self._speculative)
         except NonFiniteError as error:
             message = str(error).replace("no weight was changed", "other steps of the stream are not reported")
             raise ValueError(f"{message}, and resume from the last checkpoint") from None
@@ -141,8 +136,8 @@ class Stream:
         self._go_on(action)
         if is_right:
             return iter(())
-        made = self._row.index(action._replace(op=Op.STEP))
-        return iter(self._row[made + 1 : self._row.index(action)])
+        made = self.row.index(action._replace(op=Op.STEP))
+        return iter(self.row[made + 1 : self.row.index(action)])
 
     def _stale_steps(self, row: Sequence[Action]) -> set[int]:
         """Return the steps of a row with microbatches that use older weights than those that the update changes.
@@ -150,21 +145,20 @@ class Stream:
         Where replicas have other microbatches in their rows, a step is stale for all if it is for one.
         """
         steps = [numbers_of(action)[1] for action in row if action.op is Op.STEP]
-        length, stale = self._context.plan.programs["train"].numbers_a_step, torch.zeros(max(steps) + 1)
+        length, stale = self.context.plan.programs["train"].numbers_a_step, torch.zeros(max(steps) + 1)
         for number in self._versions:
             for microbatch, version in versions_used(row, number).items():
                 stale[microbatch // length] += version < microbatch // length
-        if self._context.world.mesh.is_uneven:
-            self._context.sum_ahead(stale)
+        if self.context.world.mesh.is_uneven:
+            self.context.sum_ahead(stale)
         return {step for step in steps if stale[step] > 0}
 
     def _go_on(self, action: Action) -> None:
         """Drop the gradients before the next step; those of the last step stay for inspection."""
-        if action._replace(op=Op.STEP, microbatch=(action.microbatch or 0) + 1) in self._row:
-            self._state.zero_grad()
-            if self._reducer is not None:
-                self._reducer.begin()
+        if action._replace(op=Op.STEP, microbatch=(action.microbatch or 0) + 1) in self.row:
+            self.state.zero_grad()
+            if self.reducer is not None:
+                self.reducer.begin()
 
     def _of(self, action: Action) -> WeightVersions:
-        assert action.stage is not None
-        return self._versions[action.stage]
+        return self._versions[stage_of(action)]

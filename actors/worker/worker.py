@@ -22,7 +22,7 @@ from raypar.actors.pipeline.moves import moves_of
 from raypar.actors.specs.results import Kind, Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build.assemble import assemble, ends_of_rounds
-from raypar.actors.worker.build.flow import numbers_of
+from raypar.actors.worker.build.flow import numbers_of, stage_of
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.program import program_of
 from raypar.actors.worker.build.rank_context import RankContext
@@ -299,7 +299,7 @@ class Worker:
     def _reduce(self, action: Action) -> None:
         """Start the reduction of all buckets of a stage that has not started yet. STEP waits for it."""
         if self.parts.reducer is not None:
-            self.parts.reducer.flush(_stage(action))
+            self.parts.reducer.flush(stage_of(action))
 
     def _update(self, action: Action) -> None:
         """Finish the reduction of gradients, vote, clip by the global norm, and step the optimizer."""
@@ -324,11 +324,11 @@ class Worker:
 
     def _unshard(self, action: Action) -> None:
         """Start to gather the weights of a stage, if they are sharded or stored off the device."""
-        self._step.num_bytes = self.program.windows.open(_stage(action))
+        self._step.num_bytes = self.program.windows.open(stage_of(action))
 
     def _reshard(self, action: Action) -> None:
         """Free the weights of a stage on the device, if they are sharded or stored off it."""
-        self.program.windows.close(_stage(action))
+        self.program.windows.close(stage_of(action))
 
     def _validate(self, action: Action) -> None:
         """Find out whether an update was right; if not, repeat it and the actions since."""
@@ -376,15 +376,15 @@ class Worker:
         In a step by hand it watches none, because backwards come in any order and are reduced at REDUCE_GRAD; nor in a
         backward whose gradients are compared first. ``left`` are the parameters whose gradients a W adds; None for a B.
         """
-        reducer, at = self.parts.reducer, (_stage(action), self._step.backwards[_stage(action)])
-        self._step.backwards[_stage(action)] += 1
+        reducer, at = self.parts.reducer, (stage_of(action), self._step.backwards[stage_of(action)])
+        self._step.backwards[stage_of(action)] += 1
         first, last = at in self._first, at in self._last
         is_unwatched = self._step.notes is not None or self._recheck.watches(action)
         if reducer is None or is_unwatched or self._stream is not None or not (first or last):
             return nullcontext()
         if first:
-            self._stages[_stage(action)].begin_round()
-        return reducer.watch(_stage(action), last=last, left=left)
+            self._stages[stage_of(action)].begin_round()
+        return reducer.watch(stage_of(action), last=last, left=left)
 
     def _expect(self, receives: Iterator[Action]) -> None:
         """Post receives before their turn in the row."""
@@ -396,8 +396,3 @@ class Worker:
 
     def _peer(self, action: Action) -> str | None:
         return self.context.label_of(self.program.courier.peer(action))
-
-
-def _stage(action: Action) -> int:
-    assert action.stage is not None
-    return action.stage

@@ -51,7 +51,7 @@ class Meter:
         """Measure the core of causal attention as a run's layers compute it."""
         import torch
 
-        from raypar.actors.layers.attention import Core
+        from raypar.actors.layers.attention.attention import Core
 
         core = Core("blocks", 0.0, None)
         shape = (1, _HEADS, tokens, _WIDTH)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -72,12 +71,7 @@ def export_adapter(found: VerifiedCheckpoint, folder: str | PathLike[str]) -> Pa
         "target_modules": sorted(targets),
     }
     metadata = {"format": "pt"} | ({BASE: found.manifest.base} if found.manifest.base else {})
-    _write(path, {ADAPTER_CONFIG: json.dumps(config, indent=2).encode(), ADAPTER: save(tensors, metadata)})
-    return path
-
-
-def _write(path: Path, files: Mapping[str, bytes]) -> None:
-    """Write a folder that appears when it is complete. Raises CheckpointError, and then no file is left."""
     with checkpoint_errors(f"{str(path)!r} can't be written"), whole_folder(path) as aside:
-        for name, content in files.items():
-            write_whole(aside / name, [memoryview(content)])
+        write_whole(aside / ADAPTER_CONFIG, [memoryview(json.dumps(config, indent=2).encode())])
+        write_whole(aside / ADAPTER, [memoryview(save(tensors, metadata))])
+    return path

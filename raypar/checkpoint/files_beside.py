@@ -20,17 +20,8 @@ _GENERATION, _TOKENIZER, _SETTINGS = "generation_config.json", "tokenizer.json",
 _TEMPLATE = "chat_template.jinja"
 _NAMED_TEMPLATES = "additional_chat_templates"  # a folder of further ones
 _OF_WEIGHTS = (  # files of a folder that the weights came from, which stay as they are
-    _GENERATION,
-    _TOKENIZER,
-    _SETTINGS,
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    _TEMPLATE,
-    "chat_template.json",
+    *(_GENERATION, _TOKENIZER, _SETTINGS, _TEMPLATE, "chat_template.json", "tokenizer.model", "added_tokens.json"),
+    *("special_tokens_map.json", "vocab.json", "vocab.txt", "merges.txt"),
 )
 _OF_TOKENIZER = (_SETTINGS, "special_tokens_map.json", _TEMPLATE)  # settings of a tokenizer, beside tokenizer.json
 
@@ -86,15 +77,15 @@ def _copy(path: Path, to: Path) -> None:
 
 def _end_of(folder: Path) -> int | None:
     """Return the id of the token that ends a text; None if the tokenizer's files do not say one."""
-    named = _object(folder / _SETTINGS).get("eos_token")
+    named = object_in(folder / _SETTINGS).get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
-    added = _object(folder / _TOKENIZER).get("added_tokens")
+    added = object_in(folder / _TOKENIZER).get("added_tokens")
     tokens = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
     found = [one.get("id") for one in tokens if text is not None and one.get("content") == text]
     return found[0] if found and isinstance(found[0], int) else None
 
 
-def _object(path: Path) -> dict[str, Any]:
+def object_in(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; {} if there is none."""
     try:
         return read_json(path)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, converted, is_zero
-from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE, read_json
+from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE
 from raypar.actors.machine.files import AT_ONCE, checkpoint_errors, whole_folder, write_whole
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.safetensors_header import beginning_of
@@ -23,7 +23,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.base import base_faults
-from raypar.checkpoint.files_beside import model_card, write_files_beside
+from raypar.checkpoint.files_beside import model_card, object_in, write_files_beside
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.config.hugging_face.config_writer import config_of, type_of
 from raypar.config.toml import run_of
@@ -38,16 +38,8 @@ if TYPE_CHECKING:
 
 SHARD = 5_000_000_000  # bytes of a file, as save_pretrained writes them; a larger tensor has a file of its own
 _NEEDED_FIELDS = (  # fields of a run that its model and the card need
-    "model",
-    "data",
-    "mesh",
-    "precision",
-    "zero",
-    "microbatches",
-    "micro_batch_size",
-    "steps",
-    "seed",
-    "optim",
+    *("model", "data", "optim", "steps", "seed"),
+    *("mesh", "zero", "precision", "microbatches", "micro_batch_size"),
 )
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TRANSPOSED = 8  # times as many, because all rows of the weight are read for some columns
@@ -193,10 +185,7 @@ def _is_function(plain: Mapping[str, Any], part: str) -> bool:
 
 def _begun(model: GPT | Llama) -> dict[str, Any]:
     """Return the config.json of the folder that a model came from; nothing if there is none any more."""
-    try:
-        return {} if model.hf is None else read_json(Path(model.hf) / CONFIG)
-    except CheckpointError:
-        return {}
+    return {} if model.hf is None else object_in(Path(model.hf) / CONFIG)
 
 
 def _tensors(tensors: Mapping[str, Logical], kind: str) -> list[_Theirs]:

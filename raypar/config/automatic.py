@@ -78,7 +78,7 @@ def plan(run: Run, mode: Mode = "semi", *, aim: Aim = "speed", gpu: str = "") ->
 def _division(run: Run, aim: Aim, gpu: str) -> Division:
     """Search the division of a run's layers. Raises ConfigError as ``plan`` does."""
     from raypar.actors.data.batches import batch_source
-    from raypar.actors.models.user_plan import plan_faults
+    from raypar.actors.models.own.user_plan import plan_faults
     from raypar.planner.operators.chains import chains_of
     from raypar.planner.operators.division import divided
     from raypar.planner.operators.prices import Prices

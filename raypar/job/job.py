@@ -9,21 +9,19 @@ from types import TracebackType
 from typing import Any
 
 from raypar.actors.bounds import Count, Steps
-from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.cluster.lifecycle.actors import Actors
 from raypar.config.arguments import checked_methods
-from raypar.config.schedule import Programs
 from raypar.job.export import export_hf
 from raypar.job.layout.rebalance import Loads
 from raypar.job.look.inspection import Inspection
 from raypar.job.recover.failures import Failure
 from raypar.job.recover.relayout import Relayout
 from raypar.job.start.lifetime import Lifetime
-from raypar.job.start.loaded_run import loaded_on
+from raypar.job.start.resume import Prepared
 from raypar.job.start.run_switch import RunSwitch
 from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.displayed import Callback
@@ -53,22 +51,13 @@ class Job(Inspection):
     """
 
     def __init__(
-        self,
-        run: Run,
-        programs: Programs,
-        skeleton: Skeleton,
-        actors: Actors,
-        name: str,
-        record: Record,
-        found: VerifiedCheckpoint | None = None,
-        chaos: Sequence[InjectedFault] = (),
+        self, checked: Prepared, actors: Actors, name: str, record: Record, chaos: Sequence[InjectedFault] = ()
     ) -> None:
-        self.num_actors, lifetime = actors.present, Lifetime(actors, self.close, lambda: self._loop.saved)
-        loaded = loaded_on(lifetime, run, programs, skeleton)
-        self._loading = RunSwitch(lifetime, actors.device, name, chaos, loaded, record)
+        self.num_actors, lifetime = actors.present, Lifetime(actors, self.close, lambda: self._loop.saver.newest)
+        self._loading = RunSwitch(lifetime, actors.device, name, chaos, checked, record)
         self._starter = self._loading.starter
         super().__init__(lifetime, self._loading.loop, actors.device)
-        self._loading.start(programs, found)
+        self._loading.start(checked)
 
     @property
     def run(self) -> Run:
@@ -92,12 +81,12 @@ class Job(Inspection):
     @property
     def saved(self) -> Path | None:
         """The newest checkpoint of the run that this job has saved; None before the first."""
-        return self._loop.saved
+        return self._loop.saver.newest
 
     @property
     def lost(self) -> BaseException | None:
         """Why the checkpoint at the end of the run was not saved; None if it was, or if it is not due yet."""
-        return self._loop.lost
+        return self._loop.saver.lost
 
     @property
     def failures(self) -> tuple[Failure, ...]:
@@ -123,11 +112,7 @@ class Job(Inspection):
         return self._loop.step()
 
     def train(
-        self,
-        steps: Steps | None = None,
-        *,
-        on: Callback | Sequence[Callback] | None = None,
-        ahead: Steps | None = None,
+        self, steps: Steps | None = None, *, on: Callback | Sequence[Callback] | None = None, ahead: Steps | None = None
     ) -> list[Report]:
         """Train with a progress display, with the evaluations and checkpoints that the run asks for.
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from os import PathLike
 
 from raypar.actors.bounds import NotNegative
-from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
@@ -19,13 +19,12 @@ from raypar.cluster.nodes.nodes import living_nodes, without_folder
 from raypar.cluster.placement.given_group import PlacementGroup
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import reset_faults
-from raypar.config.schedule import Programs
 from raypar.errors import ConfigError
 from raypar.job.job import Job
 from raypar.job.recover.chaos import injectable, never_happen
 from raypar.job.start.before_launch import look_ahead
 from raypar.job.start.conversion import convert_on_cluster
-from raypar.job.start.resume import prepared
+from raypar.job.start.resume import Prepared, prepared
 from raypar.job.start.run_folders import replaced, settled
 from raypar.paths import AUTO, absolute
 from raypar.reporting.progress import on_screen
@@ -99,16 +98,17 @@ def launch_in(
             there, and no checkpoint is saved.
         group: The placement group in which the actors are to be.
     """
-    run, programs, skeleton, found = prepared(run, resume, overwrite=overwrite, convert=convert_on_cluster)
-    chaos, wrong = injectable(chaos, world_of(run), programs["train"])
+    checked = prepared(run, resume, overwrite=overwrite, convert=convert_on_cluster)
+    run = checked.run
+    chaos, wrong = injectable(chaos, world_of(run), checked.programs["train"])
     if wrong:
         raise ConfigError(wrong)
-    look_ahead(run, programs, skeleton)
-    for warning in never_happen(chaos, run, 0 if found is None else found.manifest.step):
+    look_ahead(checked)
+    for warning in never_happen(chaos, run, checked.taken):
         log.warning("%s", warning)
     run = settled(run)
     with replaced(run.folder if overwrite else None):
-        return _launched(run, programs, skeleton, found, waits, chaos, may_lack_folder=may_lack_folder, group=group)
+        return _launched(checked._replace(run=run), waits, chaos, may_lack_folder=may_lack_folder, group=group)
 
 
 def _name_of(run: Run) -> str:
@@ -118,10 +118,7 @@ def _name_of(run: Run) -> str:
 
 
 def _launched(
-    run: Run,
-    programs: Programs,
-    skeleton: Skeleton,
-    found: VerifiedCheckpoint | None,
+    checked: Prepared,
     waits: Waits,
     chaos: Sequence[InjectedFault],
     *,
@@ -131,29 +128,26 @@ def _launched(
     """Launch a run that was checked."""
     from raypar.actors.worker.actor import RayparActor
 
-    world = world_of(run)
-    name, record = _name_of(run), Record(run)
-    try:
+    run, world = checked.run, world_of(checked.run)
+    with ExitStack() as undo:
+        name, record = _name_of(run), Record(run)
+        undo.callback(record.close)
         with on_screen():
-            log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
+            log_plan(run, checked.programs["train"], checked.skeleton, checked.taken)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
         actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group, run.resources)
-        try:
-            if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
-                log.warning(
-                    "node %s does not see %s: only this process writes there, and no checkpoint is saved; give a "
-                    "--folder that all nodes share",
-                    blind[0],
-                    folder,
-                )
-                run = replace(run, folder=None)
-            if faults := [*reset_faults(run, actors.device)]:
-                raise ConfigError(faults)
-            return Job(run, programs, skeleton, actors, name, record, found, chaos)
-        except BaseException:
-            actors.end()
-            raise
-    except BaseException:
-        record.close()
-        raise
+        undo.callback(actors.end)
+        if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
+            log.warning(
+                "node %s does not see %s: only this process writes there, and no checkpoint is saved; give a "
+                "--folder that all nodes share",
+                blind[0],
+                folder,
+            )
+            run = replace(run, folder=None)
+        if faults := [*reset_faults(run, actors.device)]:
+            raise ConfigError(faults)
+        job = Job(checked._replace(run=run), actors, name, record, chaos)
+        undo.pop_all()
+        return job

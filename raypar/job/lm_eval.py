@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -46,13 +47,14 @@ def lm_eval_model(job: Job) -> Any:
     return made()
 
 
+@dataclass
 class HarnessModel:
     """The methods that lm-eval calls on a model. A request's ``args`` are a tuple of its texts.
 
     Texts are tokenized as by lm-eval's HFLM with its defaults: without special tokens, but for the token of the
     beginning before a text without context.
 
-    Args:
+    Attributes:
         score: Scores lists of token ids, as ``TextScorer.score`` does.
         generate: Goes on with lists of token ids, as ``TextGenerator.generate`` does.
         encode: Returns the token ids of a text.
@@ -61,17 +63,12 @@ class HarnessModel:
         ends: The tokens that end an answer, besides those of a request.
     """
 
-    def __init__(
-        self,
-        score: Callable[..., Any],
-        generate: Callable[..., Any],
-        encode: Callable[[str], Sequence[int]],
-        seq: int,
-        begin: int,
-        ends: Sequence[int] = (),
-    ) -> None:
-        self._score, self._generate, self._encode = score, generate, encode
-        self._seq, self._begin, self._ends = seq, begin, ends
+    score: Callable[..., Any]
+    generate: Callable[..., Any]
+    encode: Callable[[str], Sequence[int]]
+    seq: int
+    begin: int
+    ends: Sequence[int] = ()
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Return of each (context, continuation) the logarithm of its probability, and whether greedy choice gives it.
@@ -79,12 +76,10 @@ class HarnessModel:
         A context that is too long is cut at its beginning.
         """
         pairs = [self._split(*request.args) for request in requests]
-        if long := [number for number, (_, rest) in enumerate(pairs) if len(rest) > self._seq]:
-            raise ConfigError(
-                [f"request {long[0]} has a continuation of more than {self._seq} tokens, the model's seq"]
-            )
+        if long := [number for number, (_, rest) in enumerate(pairs) if len(rest) > self.seq]:
+            raise ConfigError([f"request {long[0]} has a continuation of more than {self.seq} tokens, the model's seq"])
         asked = [(head, rest) for head, rest in pairs if rest]
-        found = iter(self._score([(*head, *rest)[-self._seq - 1 :] for head, rest in asked]) if asked else [])
+        found = iter(self.score([(*head, *rest)[-self.seq - 1 :] for head, rest in asked]) if asked else [])
         return [_of_last(next(found), len(rest)) if rest else (0.0, True) for _, rest in pairs]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
@@ -93,17 +88,17 @@ class HarnessModel:
         A longer text is cut into pieces that score ``seq`` tokens each; the last scores the rest, after as much context
         as fits.
         """
-        every = [(self._begin, *self._encode(request.args[0])) for request in requests]
+        every = [(self.begin, *self.encode(request.args[0])) for request in requests]
         cut = [[*self._pieces(ids)] for ids in every]
         pieces = [piece for one in cut for piece, _ in one]
-        found = iter(self._score(pieces) if pieces else [])
+        found = iter(self.score(pieces) if pieces else [])
         return [float_sum(_of_last(next(found), count)[0] for _, count in one) for one in cut]
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[tuple[Sequence[int], int]]:
         """Yield pieces of a text, each with the number of tokens at its end that it scores."""
-        for start in range(1, len(ids), self._seq):
-            stop = min(start + self._seq, len(ids))
-            yield ids[max(0, stop - self._seq - 1) : stop], stop - start
+        for start in range(1, len(ids), self.seq):
+            stop = min(start + self.seq, len(ids))
+            yield ids[max(0, stop - self.seq - 1) : stop], stop - start
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return what goes on with each (context, settings).
@@ -114,27 +109,27 @@ class HarnessModel:
 
     def _go_on(self, context: str, settings: dict[str, Any]) -> str:
         until = settings.get("until") or []
-        most = min(int(settings.get("max_gen_toks", _NEW_TOKENS)), self._seq - 1)
-        ids = tuple(self._encode(context))[-(self._seq - most) :] or (self._begin,)
+        most = min(int(settings.get("max_gen_toks", _NEW_TOKENS)), self.seq - 1)
+        ids = tuple(self.encode(context))[-(self.seq - most) :] or (self.begin,)
         sampled = settings.get("do_sample", False)
-        (made,) = self._generate(
+        (made,) = self.generate(
             [ids],
             most,
             temperature=float(settings.get("temperature", 1.0)) if sampled else 0.0,
             top_p=float(settings.get("top_p", 1.0)) if sampled else 1.0,
-            stop=[*([until] if isinstance(until, str) else until), *self._ends],
+            stop=[*([until] if isinstance(until, str) else until), *self.ends],
         )
         return str(made.text)
 
     def _split(self, context: str, continuation: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the token ids of both: spaces at the end of the context belong to the continuation's first token."""
         if not context:
-            return (self._begin,), tuple(self._encode(continuation))
+            return (self.begin,), tuple(self.encode(continuation))
         spaces = len(context) - len(context.rstrip())
         if spaces:
             context, continuation = context[:-spaces], context[-spaces:] + continuation
-        head, whole = tuple(self._encode(context)), tuple(self._encode(context + continuation))
-        return head or (self._begin,), whole[len(head) :]
+        head, whole = tuple(self.encode(context)), tuple(self.encode(context + continuation))
+        return head or (self.begin,), whole[len(head) :]
 
 
 def _of_last(scored: Any, count: int) -> tuple[float, bool]:

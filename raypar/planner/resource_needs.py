@@ -10,7 +10,7 @@ from raypar.actors.machine.files import expanded
 from raypar.actors.machine.this_machine import computes_here, free_disk, free_memory, total_memory
 from raypar.actors.mesh.mesh import AXES, Mesh
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.models.tile_names import tile_patterns
+from raypar.actors.models.tiles.tile_names import tile_patterns
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import Muon

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raypar.actors.specs.loss_name import names_cross_entropy
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.types import TOKENS
+from raypar.actors.specs.types import TOKENS, names_cross_entropy
 from raypar.config.toml import plain_of
 from raypar.notebook import box, notebook_table
 from raypar.reporting.loss_text import loss_text, metric_rows

@@ -20,7 +20,7 @@ def measure(form: str, tokens: int) -> tuple[float, float]:
     import torch
 
     import raypar as rp
-    from raypar.actors.layers.attention import _materialised
+    from raypar.actors.layers.attention.attention import _materialised
 
     torch.set_num_threads(1)
     q, k, v = (torch.randn(1, 4, tokens, 64, requires_grad=True) for _ in range(3))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypar.actors.layers import attention_blocks as causal
-from raypar.actors.layers.attention_scratch import ScratchAllocator
+from raypar.actors.layers.attention import attention_blocks as causal
+from raypar.actors.layers.attention.attention_scratch import ScratchAllocator
 from tests.support.counted import threads
 
 B, N, S, d = 2, 8, 256, 16  # as few queries as blocks are for

@@ -11,7 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from raypar.actors.machine.device import Host
 from raypar.actors.models.base import unsharded
 from raypar.actors.models.build import build_model
+from raypar.actors.models.skip_connections import NO_SKIPS
 from raypar.actors.pipeline.stage import Stage
+from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.model import GPT
 from raypar.actors.tensor_parallel.sequence import GatheredView
 from raypar.actors.worker.build.parallelize import Parallelizer
@@ -31,9 +33,8 @@ def block_of(spec, samples, recompute=("none",), styles=None):
     """The same of a model of one block, for so many samples."""
     model = build_model(spec, 0)
     parallelize = Parallelizer(model, [styles]).parallelize if styles else unsharded
-    stage = Stage(
-        model, [1], model.materialize([1], 0, parallelize), device=Host(), is_last=False, recompute=recompute, seed=0
-    )
+    modules, ends = model.materialize([1], 0, parallelize), StageEnds(NO_SKIPS, takes_data=False)
+    stage = Stage(model, [1], modules, Host(), ends, is_last=False, recompute=recompute, seed=0)
     stage.begin(train=True)
     shape = samples, spec.seq, spec.hidden
     x, gradient = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(2))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import raypar as rp
 from raypar.actors.expert_parallel.router import TokenNoise
-from raypar.actors.layers import attention
+from raypar.actors.layers.attention import attention
 from raypar.actors.machine.device import Host
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.types import Context

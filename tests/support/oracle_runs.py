@@ -13,7 +13,7 @@ import torch
 
 from raypar.actors.data.batches import batch_source
 from raypar.actors.models.build import build_model
-from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.actors.specs.lora import is_adapter
 from raypar.actors.specs.model import Layers
 from raypar.actors.tensors import cast_floating

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from raypar.actors.relayout.handover import Handover
-from raypar.actors.relayout.moves import bytes_between, moves_between
+from raypar.actors.relayout.moves import moves_between, volume
 from tests.support.local_groups import local_groups
 from tests.support.team import Team
 from tests.support.threads import in_threads
+
+
+def bytes_between(moves, sizes):
+    """The bytes that are sent between actors, given the bytes of an element of each tensor."""
+    return sum(volume(move.box) * sizes[move.tensor] for move in moves if move.is_sent)
 
 
 def relaid(team, run, seats=None):

@@ -14,7 +14,6 @@ from raypar.config.schedule import programs_of
 from raypar.job.job import Job
 from raypar.job.look.inspection import Inspection
 from raypar.job.start.loaded_run import LoadedRun
-from raypar.job.stepping.recording import Recorder
 from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.executors import executor_of
 from raypar.reporting.report import report_of
@@ -92,18 +91,9 @@ class Hands:
         return programs_of(schedule, run.mesh.pp, run.microbatches, run.chunks, reduce_grad=reduces)["train"]
 
     def stepper(self):
-        world = self.team.world
-        return Stepper(
-            self.schedule,
-            self.next_step,
-            world,
-            self.handles,
-            self.calls,
-            guard=lambda call: call(),
-            commit=self.commit,
-            lowered=self.lowered,
-            recorder=Recorder(self.team.run, "cpu", world, self.calls),
-        )
+        run, team = self.team.run, self.team
+        loaded = LoadedRun(run, self.schedule, team.world, self.calls, Skeleton(run.model, run.seed))
+        return Stepper(loaded, "cpu", self.next_step, guard=lambda call: call(), commit=self.commit)
 
     def commit(self, results, seconds):
         report = report_of(self.next_step, seconds, results, self.team.world)

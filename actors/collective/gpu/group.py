@@ -33,6 +33,8 @@ from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.errors import first_line
 from raypar.actors.tensors import row_size, staged
 
+_REDUCING = ("all_reduce", "reduce_scatter", "reduce")
+
 
 class Communicator(Protocol):
     """An NCCL communicator, which runs the ops issued to it one after the other."""
@@ -133,9 +135,14 @@ class GpuGroup(Group):
     def _run(self, op: str, peer: int | None, sent: int, start: Callable[..., Finish], *args: object) -> Handle:
         demand_device(self.name, op, self.device, args)
 
+        tensors = [one for one in args if isinstance(one, Tensor)]
+        has_elements = not tensors or op == "all_to_all" or any(one.numel() for one in tensors)
+
         def begin(*args: object) -> Finish:
+            if op in _REDUCING:
+                self._demand_reducible(tensors[0], op)
             with self._on_device():
-                issued = start(*args)
+                issued = start(*args) if has_elements else self._nothing()
             if isinstance(issued, Issued):
                 issued.op, issued.peer = op, peer
                 self._watcher.add(issued)
@@ -144,23 +151,15 @@ class GpuGroup(Group):
         return super()._run(op, peer, sent, begin, *args)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
-        self._demand_reducible(tensor, "all_reduce")
-        if not tensor.numel():
-            return self._nothing()
         flat, back = staged(tensor)
         return self._issued(self._start_all_reduce(flat, op), back, flat)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        if not out.numel():
-            return self._nothing()
         flat, back = staged(out)
         part = tensor.contiguous()
         return self._issued(self._start_all_gather(flat.view(-1), part.view(-1)), back, flat, part)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        self._demand_reducible(tensor, "reduce_scatter")
-        if not out.numel():
-            return self._nothing()
         flat, back = staged(out)
         source = tensor.contiguous()
         return self._issued(self._start_reduce_scatter(flat.view(-1), source.view(-1), op), back, flat, source)
@@ -173,21 +172,14 @@ class GpuGroup(Group):
         return self._issued(self._start_all_to_all(rows, source, outs, ins), back, rows, source)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
         flat, back = staged(tensor)
         return self._issued(self._start_broadcast(flat, root), back, flat)
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        self._demand_reducible(tensor, "reduce")
-        if not tensor.numel():
-            return self._nothing()
         flat, back = staged(tensor)
         return self._issued(self._start_reduce(flat, root, op), back if self.rank == root else None, flat)
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
         part = tensor.contiguous().view(-1)
         if out is None or self.rank != root:
             return self._issued(self._start_gather([], part, root), None, part)
@@ -195,8 +187,6 @@ class GpuGroup(Group):
         return self._issued(self._start_gather(flat.view(-1).chunk(self.size), part, root), back, flat, part)
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        if not out.numel():
-            return self._nothing()
         flat, back = staged(out)
         if tensor is None or self.rank != root:
             return self._issued(self._start_scatter(flat.view(-1), [], root), back, flat)
@@ -212,14 +202,10 @@ class GpuGroup(Group):
         return issued
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
         source = tensor.contiguous()
         return self._issued(self._put(self._edge(self.rank, dst), source), None, source)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        if not tensor.numel():
-            return self._nothing()
         flat, back = staged(tensor)
         return self._issued(self._take(self._edge(src, self.rank), flat), back, flat)
 

@@ -52,22 +52,18 @@ class StagedGroup(Group):
         return _then(self._inner._all_reduce(host, op), tensor, host)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        host = self._host_like(out)
-        return _then(self._inner._all_gather(host, self._read(tensor)), out, host)
+        return self._into(out, lambda host: self._inner._all_gather(host, self._read(tensor)))
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        host = self._host_like(out)
-        return _then(self._inner._reduce_scatter(host, self._read(tensor), op), out, host)
+        return self._into(out, lambda host: self._inner._reduce_scatter(host, self._read(tensor), op))
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        host = self._host_like(out)
-        return _then(self._inner._all_to_all(host, self._read(tensor), outs, ins), out, host)
+        return self._into(out, lambda host: self._inner._all_to_all(host, self._read(tensor), outs, ins))
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
         if self.rank == root:
             return self._inner._broadcast(self._read(tensor), root)
-        host = self._host_like(tensor)
-        return _then(self._inner._broadcast(host, root), tensor, host)
+        return self._into(tensor, lambda host: self._inner._broadcast(host, root))
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
         host = self._read(tensor)
@@ -77,13 +73,11 @@ class StagedGroup(Group):
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
         if out is None or self.rank != root:
             return self._inner._gather(None, self._read(tensor), root)
-        host = self._host_like(out)
-        return _then(self._inner._gather(host, self._read(tensor), root), out, host)
+        return self._into(out, lambda host: self._inner._gather(host, self._read(tensor), root))
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        host = self._host_like(out)
         source = None if tensor is None or self.rank != root else self._read(tensor)
-        return _then(self._inner._scatter(host, source, root), out, host)
+        return self._into(out, lambda host: self._inner._scatter(host, source, root))
 
     def _barrier(self) -> Finish:
         return self._inner._barrier()
@@ -92,8 +86,12 @@ class StagedGroup(Group):
         return self._inner._send(self._read(tensor), dst, tag)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        host = self._host_like(tensor)
-        return _then(self._inner._recv(host, src, tag), tensor, host)
+        return self._into(tensor, lambda host: self._inner._recv(host, src, tag))
+
+    def _into(self, out: Tensor, start: Callable[[Tensor], Finish]) -> Finish:
+        """Start an op into a host tensor, and return a Finish that then copies that to ``out``."""
+        host = self._host_like(out)
+        return _then(start(host), out, host)
 
     def _host_like(self, tensor: Tensor) -> Tensor:
         """Allocate a contiguous host tensor of this shape and dtype.

@@ -167,7 +167,7 @@ class ShmGroup(Group):
         def sent(k: int) -> bool:
             return self._box.sent((dst,)) and self._box.given(flat)
 
-        return nothing if sent(0) else self._start(Segments(1, [FlowStep(sent, nothing)], [dst]), None)
+        return nothing if sent(0) else self._start(Segments(1, [FlowStep(sent, nothing)], peers=[dst]), None)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
         whole, back = staged(tensor)
@@ -183,7 +183,7 @@ class ShmGroup(Group):
             )
         else:
             step = FlowStep(lambda _: self._box.have(tag, totals), use)
-            flow = Segments(-(-flat.numel() // segment), [step], (src,), queue=queue)
+            flow = Segments(-(-flat.numel() // segment), [step], peers=(src,), queue=queue)
         self._box.await_segments(flow)
         return self._finish(flow, back)
 
@@ -246,7 +246,7 @@ class ShmGroup(Group):
             FlowStep(lambda k: self._box.have(channel, sources(k)), use),
             FlowStep(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
         ]
-        return self._start(Segments(-(-longest // segment), steps, involved, copies=copies), back)
+        return self._start(Segments(-(-longest // segment), steps, peers=involved, copies=copies), back)
 
     def _start(self, flow: OpInProgress, back: Back) -> Finish:
         self._box.start(flow)

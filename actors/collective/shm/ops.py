@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,60 +14,54 @@ from raypar.actors.collective.shm.mailbox import Mailbox, Parts, Use
 from raypar.actors.tensors import nbytes
 
 
+@dataclass(eq=False)
 class Swap(OpInProgress):
     """A flow that posts whole tensors to peers, each as one segment, and takes one segment from each of some peers.
 
-    Args:
+    See ``OpInProgress`` for the other attributes.
+
+    Attributes:
         box: The mailbox.
         channel: Channel of the op.
         give: Flat tensors, each with the ranks of its receivers.
         totals: Expected bytes, by the sender's rank.
         dtype: dtype of the tensors that this rank receives.
         use: Called with the segments by rank, once all are there.
-        peers: All ranks involved.
         shares: Whether peers may read windows in place.
-        queue: See ``OpInProgress``.
     """
 
-    def __init__(
-        self,
-        box: Mailbox,
-        channel: int,
-        give: Sequence[tuple[Tensor, Sequence[int]]],
-        totals: Mapping[int, int],
-        dtype: torch.dtype,
-        use: Use,
-        *,
-        peers: Collection[int],
-        shares: bool = True,
-        queue: tuple[int, int] | None = None,
-    ) -> None:
-        super().__init__(peers, queue)
-        self._box, self._channel, self._give = box, channel, give
-        self._totals, self._dtype = totals, dtype
-        self._use, self._shares = use, shares
-        self._shared = [flat for flat, _ in give if shares and box.is_window(flat)]
-        self._posted, self._used = not give, not totals
+    box: Mailbox
+    channel: int
+    give: Sequence[tuple[Tensor, Sequence[int]]]
+    totals: Mapping[int, int]
+    dtype: torch.dtype
+    use: Use
+    shares: bool = True
+
+    def __post_init__(self) -> None:
+        self._shared = [flat for flat, _ in self.give if self.shares and self.box.is_window(flat)]
+        self._posted = not self.give
+        self._used = not self.totals
 
     def needs(self, peer: int) -> bool:
         """Return whether ``peer`` still has to give something or to get it. If not, it may leave before the others."""
-        gives = peer in self._totals and not self._used and not self._box.have(self._channel, [peer])
-        gets = any(peer in peers for _, peers in self._give)
-        return gives or (gets and not (self._posted and self._box.sent([peer]) and not self._shared))
+        gives = peer in self.totals and not self._used and not self.box.have(self.channel, [peer])
+        gets = any(peer in peers for _, peers in self.give)
+        return gives or (gets and not (self._posted and self.box.sent([peer]) and not self._shared))
 
     def _advance(self, most: int) -> bool:
         moved = False
         if not self._posted:
             if not most:
                 return False
-            for flat, peers in self._give:
-                self._box.post(self._channel, nbytes(flat), flat, peers, shares=self._shares)
+            for flat, peers in self.give:
+                self.box.post(self.channel, nbytes(flat), flat, peers, shares=self.shares)
             self._posted = True
-            self.ahead = int(len(self._shared) < len(self._give))
-        if not self._used and self._box.have(self._channel, self._totals):
-            self._box.take(self._channel, self._totals, self._dtype, self._use)
+            self.ahead = int(len(self._shared) < len(self.give))
+        if not self._used and self.box.have(self.channel, self.totals):
+            self.box.take(self.channel, self.totals, self.dtype, self.use)
             self._used = moved = True
-        if self._used and self._box.sent(self.peers) and all(map(self._box.given, self._shared)):
+        if self._used and self.box.sent(self.peers) and all(map(self.box.given, self._shared)):
             self.over, self.ahead = True, 0
             return True
         return moved
@@ -128,7 +123,7 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
         FlowStep(lambda k: box.have(reduced, others), collect),
         FlowStep(lambda k: box.sent(others) and box.given(flat), nothing),
     ]
-    return Segments(-(-flat.numel() // block), steps, others, copies=not box.is_window(flat))
+    return Segments(-(-flat.numel() // block), steps, peers=others, copies=not box.is_window(flat))
 
 
 def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp) -> None:

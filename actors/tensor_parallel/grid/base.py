@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.autograd import all_gathered, reduce_from
 from raypar.actors.collective.group import Group, Groups
-from raypar.actors.layers.attention import Attention
+from raypar.actors.layers.attention.attention import Attention
 from raypar.actors.layers.positions import Learned, Sinusoidal
 from raypar.actors.models.base import IGNORED, Kind
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
@@ -114,6 +114,11 @@ class GridAxes(NamedTuple):
     batch: Groups
     features: Group
 
+    @property
+    def sharding(self) -> Sharding:
+        """Sharding of the activation."""
+        return Sharding({0: pieces_along(self.batch), 2: pieces_along((self.features,))})
+
 
 @dataclass(frozen=True)
 class GridLayout:
@@ -132,7 +137,7 @@ class GridLayout:
     @property
     def flow(self) -> Sharding:
         """Sharding of the values between layers (B, S, D)."""
-        return Sharding({0: pieces_along(self.outside.batch), 2: pieces_along((self.outside.features,))})
+        return self.outside.sharding
 
     def same_along(self, *sharding: Group) -> Groups:
         """Return the axes along which all members hold the same part of a tensor that these axes shard."""
@@ -175,14 +180,14 @@ def grid_styles(
         linear: Shards a linear layer.
         enter: Gathers the input of attention, MLP and logits, if the grid's linear layers need that.
     """
-    column = GridColumn(layout, linear)
+    column = GridProjection(linear, layout.outside, layout.inside)
     styles: dict[Kind, ParallelStyle] = {
         "vocab": embedding,
         "table": GridTable(layout),
         "norm": GridNorm(layout),
         "heads": GridHeads(layout, column),
         "column": column,
-        "row": GridRow(layout, linear),
+        "row": GridProjection(linear, layout.inside, layout.outside),
         "logits": GridLogits(layout, column),
         "drop": ShardedDropout(layout.flow),
     }
@@ -224,30 +229,22 @@ class GridNorm(ParallelStyle):
 
 
 @dataclass(frozen=True)
-class GridColumn(ParallelStyle):
-    """Shard a linear layer from hidden features to heads, columns or the vocabulary."""
+class GridProjection(ParallelStyle):
+    """Shard a linear layer from hidden features to heads, columns or the vocabulary, or back.
 
-    layout: GridLayout
+    Attributes:
+        linear: Shards a linear layer on this grid.
+        source: The axes that shard its input.
+        target: The axes that shard its output.
+    """
+
     linear: GridLinear
+    source: GridAxes
+    target: GridAxes
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         assert isinstance(module, nn.Linear)
-        inside = self.layout.inside
-        outputs = Sharding({0: pieces_along(inside.batch), -1: pieces_along((inside.features,))})
-        return self.linear(module, self.layout.outside, inside)._replace(outputs={"": outputs})
-
-
-@dataclass(frozen=True)
-class GridRow(ParallelStyle):
-    """Shard a linear layer back to hidden features."""
-
-    layout: GridLayout
-    linear: GridLinear
-
-    def apply(self, name: str, module: nn.Module) -> Applied:
-        assert isinstance(module, nn.Linear)
-        applied = self.linear(module, self.layout.inside, self.layout.outside)
-        return applied._replace(outputs={"": self.layout.flow})
+        return self.linear(module, self.source, self.target)._replace(outputs={"": self.target.sharding})
 
 
 @dataclass(frozen=True)
@@ -255,7 +252,7 @@ class GridHeads(ParallelStyle):
     """Let each member compute some of the heads of an attention, for some samples."""
 
     layout: GridLayout
-    column: GridColumn
+    column: GridProjection
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         assert isinstance(module, Attention)
@@ -271,7 +268,7 @@ class GridLogits(ParallelStyle):
     """Shard the projection to the vocabulary, and compute the loss from sharded logits."""
 
     layout: GridLayout
-    column: GridColumn
+    column: GridProjection
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         """Replace the projection, and return the loss that goes with it."""

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, SlicedSource, TokenMean, batch_source
 from raypar.actors.data_parallel.reducer import Reducer
-from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.extents import Extents
@@ -24,8 +24,8 @@ from raypar.actors.models.base import Model, unsharded
 from raypar.actors.models.build import build_model, first_learning
 from raypar.actors.models.skip_connections import stage_skips
 from raypar.actors.models.tied_weights import ties_of
-from raypar.actors.models.tile_names import tile_patterns
-from raypar.actors.models.tiled import tiled_model
+from raypar.actors.models.tiles.tile_names import tile_patterns
+from raypar.actors.models.tiles.tiled import tiled_model
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.step import ParameterUpdate
 from raypar.actors.pipeline.moves import move_activations
@@ -35,7 +35,7 @@ from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
-from raypar.actors.worker.build.flow import ExpertFlow, StageExchange, TokenFlow
+from raypar.actors.worker.build.flow import StageExchange, TokenFlow
 from raypar.actors.worker.build.layers import LayerMaker, compile_layers
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
@@ -74,10 +74,10 @@ def build_part(
     owners = owners_of(plan, model, groups, server)
     storage = storage_of(device.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
     layers = LayerMaker(plan, device, storage, groups, model, parallelizer.parallelize if axes else unsharded)
-    modules, weights = layers.make({number: parts[number] for number in own}, owners, same)
+    layers.make({number: parts[number] for number in own}, owners, same)
     overflow, record = overflow_watch(plan, model, parallelizer), RouterRecord()
     first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
-    stages = _stages_of(plan, device, model, parts, modules, weights, parallelizer, overflow, record, first)
+    stages = _stages_of(layers, parts, parallelizer, overflow, record, first)
     held = (one for stage in stages.values() for one in stage.parameters().items())
     parameters = {name: parameter for name, parameter in held if name not in same}
     masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
@@ -92,7 +92,7 @@ def build_part(
         shards=parallelizer.shards,
         partial=parallelizer.partial,
         outputs=parallelizer.outputs,
-        weights=weights,
+        weights=layers.weights,
         layer_shards=layers.shards,
         overflow=overflow,
         gathered=layers.gathered,
@@ -103,18 +103,15 @@ def build_part(
 
 
 def _stages_of(
-    plan: ActorPlan,
-    device: ComputeDevice,
-    model: Model,
+    layers: LayerMaker,
     parts: Sequence[range],
-    modules: Mapping[int, nn.Module],
-    weights: Mapping[int, StageWeights],
     parallelizer: Parallelizer,
     overflow: OverflowWatch | None,
     record: RouterRecord,
     first: int,
 ) -> dict[int, Stage]:
     """Return the actor's stages by number. ``first`` is the first stage of the model that learns."""
+    plan, model, modules, weights = layers.plan, layers.model, layers.modules, layers.weights
     run, train, is_expert = plan.run, plan.programs["train"], plan.world.is_expert(plan.rank)
     skips, halved, shared = [*stage_skips(model.skips, parts)], _halved(plan), _shared(modules.values())
     return {
@@ -122,7 +119,7 @@ def _stages_of(
             model,
             parts[number],
             [modules[index] for index in parts[number]],
-            device=device,
+            device=layers.device,
             is_last=number == train.num_stages - 1 and not is_expert,
             recompute=run.recompute,
             seed=run.seed,
@@ -233,9 +230,9 @@ def assemble(context: RankContext) -> Assembly:
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     flow = _flow_of(context, part, scaler)
     if not plan.world.reduces_at(context.pp) or (plan.world.is_expert(plan.rank) and not part.storage.is_off_device):
-        return Assembly(part, updater_of(plan, part, groups, device.device, scaler), flow, None, scaler)
+        return Assembly(part, updater_of(context, part, scaler), flow, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
-    channels, update = shared_update(plan, part, buckets, groups, device.device, scaler)
+    channels, update = shared_update(context, part, buckets, scaler)
     train = plan.programs["train"]
     row = first_steps(train, 1).rows[context.row] if train.stream else train.rows[context.row]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
@@ -251,7 +248,8 @@ def _flow_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Stage
     """Create the flow of batches and values through the stages of a worker or an expert actor."""
     plan, run = context.plan, context.plan.run
     if context.world.is_expert(plan.rank):
-        return ExpertFlow(context, dtype_of(run.precision.compute))
+        empty = torch.empty((0, 1), dtype=dtype_of(run.precision.compute))
+        return StageExchange(context.device.to((empty,)))
     train = plan.programs["train"]
     source = batch_source(run.data, run.model, run.micro_batch_size, train.microbatches_a_step, run.mesh.dp, run.seed)
     if part.model.slices is not None and train.slices > 1:

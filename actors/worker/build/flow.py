@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,26 +21,38 @@ from raypar.schedules.action import SENDS, Action, Op
 from raypar.schedules.rules import provides, taken
 
 
-class StageExchange(Protocol):
-    """Supplies the inputs of an actor's stages, and takes their outputs. One object serves all steps of a run."""
+class StageExchange:
+    """Supplies the inputs of an actor's stages, and takes their outputs. One object serves all steps of a run.
+
+    This class is the flow of an expert actor, which exchanges tokens inside its layers: there are no losses.
+
+    Args:
+        inputs: The inputs of each forward and backward; those of an expert actor have no rows.
+    """
+
+    def __init__(self, inputs: Values = ()) -> None:
+        self._inputs = inputs
 
     def begin(self, step: StepState, program: Program) -> None:
         """Begin a step."""
 
     def auxiliary(self, microbatch: int) -> float:
         """Return the weight of a microbatch's auxiliary losses, before its step's gradients are corrected."""
+        return 0.0
 
     def inputs(self, action: Action) -> tuple[Values, Values]:
         """Return the inputs of a forward (a batch, or the outputs of the stage before), and the last stage's targets.
 
         If no target counts, there are none.
         """
+        return self._inputs, ()
 
     def made(self, action: Action, outputs: Values) -> None:
         """Take the outputs of a forward."""
 
     def gradients(self, action: Action) -> Values:
         """Return the gradients of a stage's outputs, with which its backward (B or I) begins."""
+        return self._inputs
 
     def passed(self, action: Action, gradients: Values) -> None:
         """Take the gradients of a stage's inputs that its backward (B or I) has computed."""
@@ -56,15 +68,18 @@ class StageExchange(Protocol):
 
     def ballot(self, microbatches: Collection[int]) -> Tensor | None:
         """Return this actor's report of a step's losses, see ``ballot_of``; None if it computes no loss."""
+        return None
 
     def seen(self, action: Action) -> Values:
         """Return the outputs of an action that was just performed: values for other actions, or its loss."""
+        return ()
 
 
-class TokenFlow:
+@dataclass(eq=False)
+class TokenFlow(StageExchange):
     """The flow of an actor that has tokens.
 
-    Args:
+    Attributes:
         context: The actor's rank, device and groups.
         stages: Its stages by number.
         source: The batches.
@@ -73,29 +88,23 @@ class TokenFlow:
         counts_ahead: Whether a step's targets are counted before its first forward, for the weight of auxiliary losses.
     """
 
-    def __init__(
-        self,
-        context: RankContext,
-        stages: Mapping[int, Stage],
-        source: BatchSource,
-        mean: TokenMean,
-        scaler: LossScaler,
-        *,
-        counts_ahead: bool,
-    ) -> None:
-        self._context, self._stages, self.source = context, stages, source
-        self._mean, self._scaler, self._device = mean, scaler, context.device
-        self._counts_ahead, self._corrections = counts_ahead, list[float]()  # by step under way
-        self._sources: dict[Action, tuple[Action, ...]] = {}  # by action, the actions whose values it takes
+    context: RankContext
+    stages: Mapping[int, Stage]
+    source: BatchSource
+    mean: TokenMean
+    scaler: LossScaler
+    counts_ahead: bool
+    _corrections: list[float] = field(default_factory=list)  # by step under way
+    _sources: dict[Action, tuple[Action, ...]] = field(default_factory=dict)  # by action, those whose values it takes
 
     def begin(self, step: StepState, program: Program) -> None:
         self._step, self._program = step, program
-        if self._counts_ahead and step.is_train:
+        if self.counts_ahead and step.is_train:
             self._corrections = self._corrections_ahead(step, program)
 
     def auxiliary(self, microbatch: int) -> float:
         """Return the weight, so that after the correction by the step's targets it is the same share of every step."""
-        weight = self._mean.auxiliary(self._scaler.scale)
+        weight = self.mean.auxiliary(self.scaler.scale)
         if not self._corrections:
             return weight
         factor = self._corrections[microbatch // self._step.length]
@@ -105,39 +114,39 @@ class TokenFlow:
         """Return the inputs; the first stage reads the inputs of the batch, the last one the targets."""
         step, (stage, microbatch) = self._step, numbers_of(action)
         number, index = step.step_and_index(microbatch)
-        number += self._scaler.left_out if step.is_train else 0
-        batch = step.program, number, index, self._context.replica(step.further)
-        inputs = self._take(action) or self._device.to(self.source.inputs(*batch))
-        if not self._stages[stage].is_last:
+        number += self.scaler.left_out if step.is_train else 0
+        batch = step.program, number, index, self.context.replica(step.further)
+        inputs = self._take(action) or self.context.device.to(self.source.inputs(*batch))
+        if not self.stages[stage].is_last:
             return inputs, ()
         target = self.source.targets(*batch)
-        counted = step.counts[microbatch] = self._stages[stage].model.count(target)
+        counted = step.counts[microbatch] = self.stages[stage].model.count(target)
         step.samples += len(target[0]) if target[0].dim() else 1
-        return inputs, self._device.to(target) if counted else ()
+        return inputs, self.context.device.to(target) if counted else ()
 
     def made(self, action: Action, outputs: Values) -> None:
         """Keep the outputs of a forward: the loss and the metrics of the last stage, or values for later stages."""
         stage, microbatch = numbers_of(action)
-        if self._stages[stage].is_last:
+        if self.stages[stage].is_last:
             self._step.computed[microbatch] = outputs[0]
             if len(outputs) > 1:
                 self._step.metrics[microbatch] = outputs[1]
             return
-        self._step.values[action], skipped = self._stages[stage].ends.given(outputs)
+        self._step.values[action], skipped = self.stages[stage].ends.given(outputs)
         for target, values in skipped.items():
             self._step.values[action._replace(peer=target)] = values
 
     def gradients(self, action: Action) -> Values:
         """Return the gradients; for the last stage, the weight of the loss, which is proportional to its tokens."""
         stage, microbatch = numbers_of(action)
-        if not self._stages[stage].is_last:
+        if not self.stages[stage].is_last:
             return self._take(action)
-        return self._device.to((self._mean.weight(self._step.counts[microbatch], self._scaler.scale),))
+        return self.context.device.to((self.mean.weight(self._step.counts[microbatch], self.scaler.scale),))
 
     def passed(self, action: Action, gradients: Values) -> None:
         if (stage := numbers_of(action)[0]) > 0:
             backward = Action(stage, Op.I, action.microbatch)
-            self._step.values[backward], skipped = self._stages[stage].ends.divided_gradients(gradients)
+            self._step.values[backward], skipped = self.stages[stage].ends.divided_gradients(gradients)
             for source, values in skipped.items():
                 self._step.values[backward._replace(peer=source)] = values
 
@@ -155,7 +164,7 @@ class TokenFlow:
 
     def ballot(self, microbatches: Collection[int]) -> Tensor | None:
         """Return the report; of several replicas of the last stage, each reports its microbatches."""
-        if not any(stage.is_last for stage in self._stages.values()):
+        if not any(stage.is_last for stage in self.stages.values()):
             return None
         step = self._step
         step.read_losses()
@@ -166,13 +175,13 @@ class TokenFlow:
 
     def seen(self, action: Action) -> Values:
         computed, values = self._step.computed, self._step.values
-        if action.op is Op.F and action.microbatch in computed and self._stages[numbers_of(action)[0]].is_last:
+        if action.op is Op.F and action.microbatch in computed and self.stages[numbers_of(action)[0]].is_last:
             return (computed[action.microbatch],)
         return next((values[value] for value in provides(action) if value in values), ())
 
     def _expected(self, own: int, microbatches: int) -> float:
         """Return the targets for which this actor's losses are weighted, if it has ``own`` of a step's microbatches."""
-        return self._mean.expected * own // microbatches / self._context.world.mesh.cp
+        return self.mean.expected * own // microbatches / self.context.world.mesh.cp
 
     def _corrections_ahead(self, step: StepState, program: Program) -> list[float]:
         """Return the factor by which the gradients of each step that begins will be corrected.
@@ -183,20 +192,20 @@ class TokenFlow:
         steps = range(program.schedule.stream or 1)
         counted = torch.zeros(len(steps), 2, dtype=torch.float64)
         replicas = (
-            range(self._context.world.mesh.dp) if self._context.world.servers else [self._context.replica(step.further)]
+            range(self.context.world.mesh.dp) if self.context.world.servers else [self.context.replica(step.further)]
         )
         for number in steps:
             here = [microbatch for microbatch in own if microbatch // step.length == number]
             for dp in replicas:
                 tokens = [self._count(step, microbatch, dp) for microbatch in here]
                 counted[number] += torch.tensor([sum(tokens), self._expected(len(here), step.length)])
-        self._context.sum_ahead(counted)
+        self.context.sum_ahead(counted)
         return [correction(tokens, expected) for tokens, expected in counted.tolist()]
 
     def _count(self, step: StepState, microbatch: int, dp: int) -> int:
         """Return the number of targets of a microbatch of a training step."""
         number, index = step.step_and_index(microbatch)
-        return self._mean.count(self.source.targets("train", number + self._scaler.left_out, index, dp))
+        return self.mean.count(self.source.targets("train", number + self.scaler.left_out, index, dp))
 
     def _take(self, action: Action) -> Values:
         """Remove and return the values that an action needs from other actions, in one tuple.
@@ -216,43 +225,10 @@ class TokenFlow:
         return values
 
 
-class ExpertFlow:
-    """The flow of an expert actor, which exchanges tokens inside its layers: stages have empty inputs, and no losses.
-
-    Args:
-        context: The actor's rank, device and groups.
-        dtype: The dtype in which layers compute.
-    """
-
-    def __init__(self, context: RankContext, dtype: torch.dtype) -> None:
-        self._none: Values = context.device.to((torch.empty((0, 1), dtype=dtype),))
-
-    def begin(self, step: StepState, program: Program) -> None: ...
-
-    def auxiliary(self, microbatch: int) -> float:
-        return 0.0
-
-    def inputs(self, action: Action) -> tuple[Values, Values]:
-        return self._none, ()
-
-    def made(self, action: Action, outputs: Values) -> None: ...
-
-    def gradients(self, action: Action) -> Values:
-        return self._none
-
-    def passed(self, action: Action, gradients: Values) -> None: ...
-
-    def send(self, action: Action) -> None: ...
-
-    def expect(self, action: Action) -> None: ...
-
-    def receive(self, action: Action) -> None: ...
-
-    def ballot(self, microbatches: Collection[int]) -> Tensor | None:
-        return None
-
-    def seen(self, action: Action) -> Values:
-        return ()
+def stage_of(action: Action) -> int:
+    """Return the stage of an action that has one."""
+    assert action.stage is not None
+    return action.stage
 
 
 def numbers_of(action: Action) -> tuple[int, int]:

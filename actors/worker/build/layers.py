@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -27,75 +28,64 @@ from raypar.actors.worker.build.plan import ActorPlan
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class LayerMaker:
     """Creates the layers of an actor, and moves their weights into shards if the run shards them.
 
-    Args:
+    Attributes:
         plan: The actor's plan.
         device: The device that it computes on.
         storage: Storage of its masters and optimizer states, and perhaps of its weights.
         groups: The actor's groups by key; with ZeRO stage 3, weights are sharded over some of them.
         model: The model.
         parallelize: Applies the styles of the mesh's axes to a layer.
+        modules: The layers by index, after ``make``.
+        weights: The sharded weights of each stage by number; empty if weights are not sharded.
     """
 
-    def __init__(
-        self,
-        plan: ActorPlan,
-        device: ComputeDevice,
-        storage: OffloadStorage,
-        groups: Mapping[str, Group],
-        model: Model,
-        parallelize: Parallelize,
-    ) -> None:
-        self._plan = plan
-        self._device = device
-        self._storage = storage
-        self._groups = groups
-        self._model, self._parallelize = model, parallelize
-        self._modules: dict[int, nn.Module] = {}
-        self._sharder: Sharder | None = None
+    plan: ActorPlan
+    device: ComputeDevice
+    storage: OffloadStorage
+    groups: Mapping[str, Group]
+    model: Model
+    parallelize: Parallelize
+    modules: dict[int, nn.Module] = field(default_factory=dict)
+    weights: dict[int, StageWeights] = field(default_factory=dict)
+    _sharder: Sharder | None = None
 
-    def make(
-        self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]
-    ) -> tuple[dict[int, nn.Module], dict[int, StageWeights]]:
+    def make(self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]) -> None:
         """Create the layers of stages.
 
         Args:
             parts: The indices of the layers of each stage, by its number.
             owners: The owner of each parameter, which updates it.
             same: For each copy of a tied weight that needs no memory, the parameter whose memory it shares.
-
-        Returns:
-            The layers by index, and the sharded weights of each stage by number; empty if weights are not sharded.
         """
-        weights: dict[int, StageWeights] = {}
-        if self._plan.world.unshards:
-            run = self._plan.run
+        if self.plan.world.unshards:
+            run = self.plan.run
             self._sharder = Sharder(
-                model=self._model,
+                model=self.model,
                 make=self._some,
-                modules=self._modules,
+                modules=self.modules,
                 same=same,
                 owners=owners,
-                groups=self._groups,
-                shard_storage=self._storage if run.offload == "parameters" else DeviceStorage(self._device.device),
-                master_storage=self._storage,
+                groups=self.groups,
+                shard_storage=self.storage if run.offload == "parameters" else DeviceStorage(self.device.device),
+                master_storage=self.storage,
                 layers=run.zero_units,
                 precision=run.precision,
                 is_own=isinstance(run.model, Layers),
             )
-            weights = {number: self._sharder.shard(part) for number, part in parts.items()}
+            self.weights = {number: self._sharder.shard(part) for number, part in parts.items()}
         else:
             self._some([index for part in parts.values() for index in part])
-        tie_parameters(self._model, self._modules, same)
-        return self._modules, weights
+        tie_parameters(self.model, self.modules, same)
 
     def masters(self, mine: Mapping[str, nn.Parameter]) -> Masters:
         """Return the masters of the parameters that this actor updates, given by logical name, and cast the layers."""
         if self._sharder is not None:
-            return Masters(self._storage, mine, self._sharder.masters, self._sharder.shards)
-        return masters_of(self._plan.run.precision, self._storage, self._modules.values(), mine)
+            return Masters(self.storage, mine, self._sharder.masters, self._sharder.shards)
+        return masters_of(self.plan.run.precision, self.storage, self.modules.values(), mine)
 
     @property
     def shards(self) -> Mapping[str, nn.Parameter]:
@@ -108,16 +98,16 @@ class LayerMaker:
         return None if self._sharder is None else self._sharder.gathered
 
     def _some(self, indices: Sequence[int]) -> None:
-        is_expert, seed = self._plan.world.is_expert(self._plan.rank), self._plan.run.seed
-        layers = self._model.materialize(indices, seed, self._stripped if is_expert else self._parallelize)
+        is_expert, seed = self.plan.world.is_expert(self.plan.rank), self.plan.run.seed
+        layers = self.model.materialize(indices, seed, self._stripped if is_expert else self.parallelize)
         if is_expert:
             layers = [ExpertLayer(layer) for layer in layers]
-        self._device.settle(layers)
-        self._modules.update(zip(indices, layers, strict=True))
+        self.device.settle(layers)
+        self.modules.update(zip(indices, layers, strict=True))
 
     def _stripped(self, name: str, layer: nn.Module) -> Mapping[str, Shard]:
         """Parallelize a layer, and keep only its experts."""
-        shards = self._parallelize(name, layer)
+        shards = self.parallelize(name, layer)
         strip(layer)
         return shards
 

@@ -12,7 +12,7 @@ from raypar.actors.context_parallel.cores import context_styles
 from raypar.actors.context_parallel.experts import ExpertsOfTokens
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.base import Model
-from raypar.actors.models.expert_style import ExpertParallel
+from raypar.actors.models.expert_lists import ExpertParallel
 from raypar.actors.models.module_tree import modules_named, replace_modules
 from raypar.actors.models.parallel_style import AxisStyles
 from raypar.actors.sharding import Pieces, Shard, Sharding

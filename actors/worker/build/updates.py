@@ -26,6 +26,7 @@ from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.plan import ActorPlan
+from raypar.actors.worker.build.rank_context import RankContext
 from raypar.schedules.action import Action, Op
 
 _MIB = 2**20
@@ -110,23 +111,20 @@ def last_backwards(row: Sequence[Action]) -> dict[int, Action]:
     return last
 
 
-def updater_of(
-    plan: ActorPlan, part: ModelPart, groups: Mapping[str, Group], device: torch.device, scaler: LossScaler
-) -> Updater:
+def updater_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Updater:
     """Create the update of an actor's masters, which clips by the norm of all parameters of the model.
 
     Args:
-        plan: The actor's plan.
+        context: The actor's rank, device and groups.
         part: The actor's part of the model.
-        groups: The actor's groups by key.
-        device: The device.
         scaler: The scale of the loss.
     """
-    run, world, names = plan.run, plan.world, part.model.parameter_names()
+    plan, groups, world = context.plan, context.groups, context.world
+    run, names = plan.run, part.model.parameter_names()
     private = part.owners.experts if world.mesh.folds_experts else frozenset[str]()
     watched = isinstance(run.model, Layers)
     tensors = ShardedGradients(
-        part.shards, part.partial, groups.get("tp"), watched=watched, private=private, device=device
+        part.shards, part.partial, groups.get("tp"), watched=watched, private=private, device=context.device.device
     )
     reported = ReportedGradients(ballot=plan.rank in world.server_ranks or world.reports_ballot(plan.rank))
     if world.experts is not None:
@@ -159,37 +157,30 @@ def updater_of(
 
 
 def shared_update(
-    plan: ActorPlan,
-    part: ModelPart,
-    buckets: list[Bucket],
-    groups: Mapping[str, Group],
-    device: torch.device,
-    scaler: LossScaler,
+    context: RankContext, part: ModelPart, buckets: list[Bucket], scaler: LossScaler
 ) -> tuple[list[Channel], ParameterUpdate]:
     """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
 
     Args:
-        plan: The actor's plan.
+        context: The actor's rank, device and groups.
         part: The actor's part of the model.
         buckets: Buckets of the parameters whose gradients are summed, or moved off the device.
-        groups: The actor's groups by key.
-        device: The device.
         scaler: The scale of the loss.
 
     Returns:
         One channel for each owner, and the update.
     """
-    world = plan.world
+    plan, groups, world = context.plan, context.groups, context.world
     if world.servers:
         servers = [groups[f"ps{index}"] for index in range(world.servers)]
         channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
         return channels, ServedUpdate(buckets, servers)
-    allocate = partial(flat_empty, device=device) if world.frees_buckets else None
+    allocate = partial(flat_empty, device=context.device.device) if world.frees_buckets else None
     replicas = [
         one for one in (world.dense, world.experts) if one is not None and (one.key in groups or world.frees_buckets)
     ]
     channels = [channel for one in replicas for channel in _channels(plan, one, groups, allocate)]
-    updater = updater_of(plan, part, groups, device, scaler)
+    updater = updater_of(context, part, scaler)
     if not world.sharded:
         return channels, updater
     owners = {

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from raypar.actors.specs.lora import Lora
-from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
+from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, Transformer
 from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.rope_scaling import RopeScaling
 
 _TABLES: Mapping[str, Callable[[], Any]] = {"moe": MoE, "rope_scaling": RopeScaling, "lora": Lora}
 

@@ -13,9 +13,8 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.folder import CONFIG, read_config, same_bytes, tensors_in
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.safetensors_header import FileTensor
-from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, ScalingKind
 from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
 from raypar.config.arguments import checked_arguments
 from raypar.config.hugging_face.config_writer import REQUIRED_NAMES, SCALING
 from raypar.config.hugging_face.families import FAMILIES, REQUIRED, Family, Windows

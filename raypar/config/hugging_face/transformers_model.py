@@ -33,7 +33,7 @@ def their_model(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tuple[
             f"its model_type is {_type(config)}, and raypar has {', '.join(TABLES)}{_near(kind)}: to train it through "
             "the modules of transformers, pip install 'raypar[transformers]'"
         ]
-    from raypar.actors.models.their_layers import (
+    from raypar.actors.models.own.their_layers import (
         TheirLayers,
         config_object,
         cross_entropy,
@@ -89,7 +89,7 @@ def their_model_again(model: Mapping[str, Any]) -> Layers:
     Raises:
         ValueError: A field is not one that such a model was written with.
     """
-    from raypar.actors.models.their_layers import TheirLayers, cross_entropy  # imports torch
+    from raypar.actors.models.own.their_layers import TheirLayers, cross_entropy  # imports torch
 
     fields = {name: value for name, value in model.items() if name not in ("fn", "loss")}
     if faults := [*unknown_faults("Layers", fields)]:

@@ -19,8 +19,8 @@ from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import MaskError, first_line, is_ours
 from raypar.actors.models.base import Model
 from raypar.actors.models.build import build_model
-from raypar.actors.models.expert_calls import note_calls
-from raypar.actors.models.module_source_lines import made_at
+from raypar.actors.models.expert_lists import note_calls
+from raypar.actors.models.own.module_source_lines import made_at
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.skip_connections import SkipError, Skipped
 from raypar.actors.specs.data import Batches

@@ -18,9 +18,9 @@ from torch import Tensor
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line
 from raypar.actors.models.base import Model
+from raypar.actors.models.own.user_layers import user_metric
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.models.skip_connections import Skipped
-from raypar.actors.models.user_layers import user_metric
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values

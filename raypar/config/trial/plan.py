@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from raypar.actors.errors import first_line
 from raypar.actors.models.module_tree import modules_named
+from raypar.actors.models.own.plan_kinds import PASSING, kind_of
 from raypar.actors.models.placed_step import FEATURES
-from raypar.actors.models.plan_kinds import PASSING, kind_of
 from raypar.actors.models.skip_connections import Skipped, Skips
 from raypar.actors.tensors import Values, as_values
 

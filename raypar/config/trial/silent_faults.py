@@ -11,9 +11,8 @@ import torch
 
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import first_line
-from raypar.actors.models.plain_attributes import plain_attributes
+from raypar.actors.models.init.unregistered import plain_attributes, shared_buffers, unsearched
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.models.unregistered import shared_buffers, unsearched
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.build.weight_owners import ranks_of_layers

@@ -220,7 +220,7 @@ def weight_folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Ite
 
 def _cause(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> str | None:
     """Return why the tensors in a folder differ from those of the modules of transformers; None if unknown."""
-    from raypar.actors.models.their_layers import renames  # imports torch
+    from raypar.actors.models.own.their_layers import renames  # imports torch
 
     wanted = {one.theirs for one in converted(model_type, skeleton.whole).values()}
     if not wanted <= kept.keys() and renames(model_type):

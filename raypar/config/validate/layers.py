@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 
 from raypar.actors.models.partition import split_faults
-from raypar.actors.models.tile_names import tile_count, tile_patterns
+from raypar.actors.models.tiles.tile_names import tile_count, tile_patterns
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.recompute import recompute_faults
@@ -47,10 +47,10 @@ def _own_faults(examined: Examined, model: Layers) -> Generator[str, None, int |
     """Yield the faults of own layers, and return how many there are; None if they can't be built."""
     from torch.nn import Module
 
+    from raypar.actors.models.own.their_layers import TheirLayers
+    from raypar.actors.models.own.user_layers import UnfitLayersError
+    from raypar.actors.models.own.user_plan import embedding_faults, plan_faults  # imports torch
     from raypar.actors.models.skip_connections import skip_faults
-    from raypar.actors.models.their_layers import TheirLayers
-    from raypar.actors.models.user_layers import UnfitLayersError
-    from raypar.actors.models.user_plan import embedding_faults, plan_faults  # imports torch
     from raypar.config.trial.distributed import shared_norm_faults
     from raypar.config.validate.batches import loss_faults, user_function_failure
     from raypar.config.validate.transformers_modules import their_plan_faults
@@ -86,7 +86,7 @@ def _placement_faults(examined: Examined) -> Iterator[str]:
     run, schedule = examined.run, examined.train
     if not isinstance(run.model, Layers) or (schedule.num_ranks == 1 and not schedule.stream):
         return
-    from raypar.actors.models.unregistered import borrowed  # imports torch
+    from raypar.actors.models.init.unregistered import borrowed  # imports torch
     from raypar.actors.worker.build.weight_owners import ranks_of_layers
 
     model = examined.skeleton.model
@@ -128,7 +128,7 @@ def _cut_faults(examined: Examined) -> Iterator[str]:
     if all(count == 1 for count in patterns.values()) or EXPERTS.is_in(examined):
         return
     from raypar.actors.models.module_tree import names_near, starred  # imports torch
-    from raypar.actors.models.tiled import linears_of
+    from raypar.actors.models.tiles.tiled import linears_of
     from raypar.actors.optim.groups import is_matrix
 
     model = skeleton.model

@@ -205,7 +205,7 @@ def _plan(examined: Examined) -> str:
     """Return a plan to give for own layers that have none; "" where they do not build."""
     if not builds(examined.whole):
         return ""
-    from raypar.actors.models.user_plan import plan_to_give  # imports torch
+    from raypar.actors.models.own.user_plan import plan_to_give  # imports torch
 
     return plan_to_give(examined.whole.layers, examined.run.mesh.tensor_ranks)
 

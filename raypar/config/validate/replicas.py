@@ -139,7 +139,7 @@ def sharing_faults(examined: Examined) -> Iterator[str]:
     if run.zero != 3 or not isinstance(run.model, Layers):
         return
     from raypar.actors.data_parallel.replica_checks import overlapping  # imports torch
-    from raypar.actors.models.unregistered import borrowed
+    from raypar.actors.models.init.unregistered import borrowed
 
     names, modules = skeleton.model.names, skeleton.model.skeleton
     between = set()

@@ -71,8 +71,8 @@ def unversioned_weight_faults(skeleton: Skeleton, schedule: Schedule, ranks: Map
     if not schedule.stream:
         return
     from raypar.actors.autograd.torch_private import has_gradient_hooks
+    from raypar.actors.models.init.unregistered import held_apart  # imports torch
     from raypar.actors.models.tied_weights import ties_of
-    from raypar.actors.models.unregistered import held_apart  # imports torch
 
     model, alone = skeleton.model, f"and in {schedule.name!r} every stage updates by itself"
     for tie in ties_of(model, ranks)[0]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raypar.actors.models.tile_names import tile_patterns
+from raypar.actors.models.tiles.tile_names import tile_patterns
 from raypar.actors.specs.model import Layers
 from raypar.config.rules import RunSetting, several
 

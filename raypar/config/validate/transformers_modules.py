@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from raypar.actors.models.module_tree import modules_named
+from raypar.actors.models.own.plan_kinds import kind_of
+from raypar.actors.models.own.their_layers import TheirLayers, config_object
+from raypar.actors.models.own.user_plan import plan_faults, unfit
 from raypar.actors.models.placed_step import FEATURES
-from raypar.actors.models.plan_kinds import kind_of
-from raypar.actors.models.their_layers import TheirLayers, config_object
-from raypar.actors.models.user_plan import plan_faults, unfit
 from raypar.actors.specs.model import Layers
 
 _MOST_NAMED = 3  # modules that are named for each kind of fault

@@ -18,7 +18,7 @@ from raypar.cluster.calls.calls import Calls
 from raypar.config.arguments import checked_methods
 from raypar.errors import ConfigError, UnknownNameError
 from raypar.job.look.weights import Weights, held_part, joined, tiles_of, whole_shapes
-from raypar.job.start.lifetime import Lifetime
+from raypar.job.start.lifetime import HEARD, Lifetime
 from raypar.job.start.loaded_run import Holds
 from raypar.job.steps.training_loop import TrainingLoop
 from raypar.notebook import notebook_table
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from raypar.actors.inspect.activations import Sight, Spot
-
-_HEARD = 2.5  # seconds in which an actor answers
 
 
 @checked_methods
@@ -268,13 +266,13 @@ class Inspection:
         self._lifetime.demand_open()
         calls, world = self._loop.loaded.calls, self._world
         everyone = range(world.size)
-        at = calls.answers(everyone, "located", seconds=_HEARD, group="ctl")
-        progress = calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
+        at = calls.answers(everyone, "located", seconds=HEARD, group="ctl")
+        progress = calls.answers(everyone, "progress", seconds=HEARD, group="ctl")
         idle = [rank for rank, found in progress.items() if found.action is None]  # others would answer after the step
-        events = calls.answers(idle, "probe", "events", seconds=_HEARD)
+        events = calls.answers(idle, "probe", "events", seconds=HEARD)
         actors = self._lifetime.actors
         spare = Calls(actors.handles[world.size :], world, self._run.timeout)
-        found = spare.answers(range(len(spare.handles)), "located", seconds=_HEARD, group="ctl")
+        found = spare.answers(range(len(spare.handles)), "located", seconds=HEARD, group="ctl")
         return Whereabouts(
             [
                 *(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.actors.sharding import Pieces, Shard, Sharding
 
 if TYPE_CHECKING:
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 Pairs = Iterator[tuple[str, "Tensor"]]
 Shape = tuple[int, ...]
+T = TypeVar("T", bound="Tensor | None")
 
 
 class Weights(Mapping[str, "Tensor"]):
@@ -84,15 +85,7 @@ class _Values(ValuesView["Tensor"]):
         return (weight for _, weight in self._mapping.once())
 
 
-@overload
-def joined(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]: ...
-
-
-@overload
-def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]: ...
-
-
-def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor | None]]:
+def joined(pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     """Join the tiles among named tensors; the whole comes when its last tile does.
 
     Args:
@@ -100,7 +93,7 @@ def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
     """
     import torch
 
-    found: dict[str, dict[int, Tensor | None]] = {}
+    found: dict[str, dict[int, T]] = {}
     for name, tensor in pairs:
         if (tile := tile_of(name)) is None:
             yield name, tensor
@@ -109,8 +102,9 @@ def joined(pairs: Iterable[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Te
         parts[tile.own[0]] = tensor
         if len(parts) == tile.count:
             ordered = [part for _, part in sorted(found.pop(untiled(name)).items())]
-            present = [part for part in ordered if part is not None]
-            yield untiled(name), torch.cat(present) if len(present) == tile.count else None
+            present: list[Any] = [part for part in ordered if part is not None]
+            whole: Any = torch.cat(present) if len(present) == tile.count else None
+            yield untiled(name), whole
 
 
 def held_part(tiles: Sequence[tuple[str, Tensor]]) -> tuple[Shard, Tensor]:

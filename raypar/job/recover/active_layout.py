@@ -19,15 +19,13 @@ from raypar.job.layout.elastic import Layout, Layouts
 from raypar.job.recover.snapshots import Snapshots
 from raypar.job.start.actor_plans import begun, plans_of
 from raypar.job.start.clocks import align
-from raypar.job.start.lifetime import Lifetime
+from raypar.job.start.lifetime import HEARD, Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
 """called when the run goes on in another layout, with the loaded run, the shards of its ranks, and the run itself if it
 is another one"""
-
-_HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 
 
 class _Role(NamedTuple):
@@ -171,24 +169,15 @@ class ActiveLayout:
         self._lifetime.actors.assign_ranks(numbers)
         self._change(layout)
 
-    def commit(self, layouts: Layouts, holds: Holds) -> None:
-        """Make the present layout the full-size one, which the run returns to when it has shrunk.
-
-        Args:
-            layouts: The layouts.
-            holds: By rank, the shard of each of its logical parameters.
-        """
-        self.layouts, self._reported = layouts, self.loaded
-        self._moved(self.loaded, holds, layouts.whole.run)
-
-    def stay(self, holds: Holds) -> None:
-        """Go on in the present layout, on actors that have built the run again.
+    def commit(self, holds: Holds, layouts: Layouts | None = None) -> None:
+        """Go on in the present layout, on actors that have built the run.
 
         Args:
             holds: By rank, the shard of each of its logical parameters.
+            layouts: The layouts, if the present one becomes the full-size one, which a shrunk run returns to.
         """
-        self._reported = self.loaded
-        self._moved(self.loaded, holds, None)
+        self._reported, self.layouts = self.loaded, layouts or self.layouts
+        self._moved(self.loaded, holds, None if layouts is None else layouts.whole.run)
 
     def again(self, taken: int, found: VerifiedCheckpoint | None = None) -> tuple[int, str]:
         """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
@@ -215,8 +204,7 @@ class ActiveLayout:
         back_to = common if common is not None and from_memory else saved
         self.begin(back_to)
         if loaded is not self._reported:
-            self._reported = loaded
-            self._moved(loaded, holds, None)
+            self.commit(holds)
         return back_to, "memory" if from_memory else "" if found is None else found.path.name
 
     def join(self, found: VerifiedCheckpoint | None, *, again: bool = False, has_begun: bool = False) -> Holds:
@@ -233,7 +221,7 @@ class ActiveLayout:
         run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
         plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
         holds = loaded.start(plans, found, again=again)
-        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=_HEARD, group="ctl")
+        located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
         bundles, here = self._lifetime.actors.bundles, own_identity().pid_domain

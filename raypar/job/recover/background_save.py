@@ -133,7 +133,7 @@ class Saver:
             return
         saving.add_done_callback(_warn)
         if last:
-            self._wait()
+            self.settle()
             self.lost = saving.exception()
 
     def again(self, step: int) -> None:
@@ -175,16 +175,12 @@ class Saver:
             hurried: Whether to give the save up if it takes more than a few seconds, because the run has failed.
         """
         try:
-            self._wait(_GRACE if hurried else None)
+            self.settle(_GRACE if hurried else None)
         finally:
             self._given_up.set()
             self._thread.shutdown()
 
     def settle(self, seconds: float | None = None) -> None:
-        """Wait until the save under way is complete, at most for ``seconds``."""
-        self._wait(seconds)
-
-    def _wait(self, seconds: float | None = None) -> None:
         """Wait until nothing is under way, at most for ``seconds``."""
         under_way: list[Future[Any]] = [future for future in (self._under_way, self._asked) if future is not None]
         wait(under_way, seconds)

@@ -55,24 +55,19 @@ class Relayout:
     """
 
     step: int
-    before: str
-    after: str
-    needed: int
-    sent: int
-    least: int
-    seconds: float
-    launched: int
+    before: str = ""
+    after: str = ""
+    needed: int = 0
+    sent: int = 0
+    least: int = 0
+    seconds: float = 0.0
+    launched: int = 0
 
     def __str__(self) -> str:
         if not self.needed:
             return f"the run has this layout already, after step {self.step}: nothing has moved"
         what = f"{self.after} instead of {self.before}: {size(self.sent)} of {size(self.needed)} moved"
         return f"the run has another layout after step {self.step}, {what}, in {self.seconds:.1f} s"
-
-
-def unmoved(step: int) -> Relayout:
-    """Return what has moved where a run goes on in the layout that it has: nothing."""
-    return Relayout(step, "", "", 0, 0, 0, 0.0, 0)
 
 
 def relaid(active: ActiveLayout, actors: Actors, layout: Layout, step: int) -> Relayout:
@@ -95,7 +90,7 @@ def relaid(active: ActiveLayout, actors: Actors, layout: Layout, step: int) -> R
     launched = demand_actors(actors, layout.world.size, active.name, "relayout")
     whole = Layouts(layout, active.loaded.skeleton)
     holds, sent, state = _moved(active, actors, layout, step)
-    active.commit(whole, holds)
+    active.commit(holds, whole)
     others = active.others
     others.answers(range(len(others.handles)), "leave", seconds=_LEAVING)
     actors.shrink(layout.world.size + layout.run.spares)
@@ -115,7 +110,7 @@ def rebuilt(active: ActiveLayout, actors: Actors, step: int) -> None:
         JobError: It failed; the run can be recovered.
     """
     holds, _, _ = _moved(active, actors, active.layout, step)
-    active.stay(holds)
+    active.commit(holds)
 
 
 def _moved(active: ActiveLayout, actors: Actors, layout: Layout, step: int) -> tuple[Holds, int, _State]:

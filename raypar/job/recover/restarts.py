@@ -25,11 +25,10 @@ from raypar.job.recover.failures import Failure, Failures, death_in, failure_lin
 from raypar.job.recover.relayout import rebuilt
 from raypar.job.recover.snapshots import last_checkpoint, takes_snapshots
 from raypar.job.recover.stops import Stops
-from raypar.job.start.lifetime import Lifetime
+from raypar.job.start.lifetime import HEARD, Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun
 
 log = logging.getLogger(__name__)
-_HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
 _FREE = 5.0  # seconds in which an actor whose groups were aborted gets out of its step
 _JOINING = 1.0  # the same of an actor that joins groups, which it does not leave as long as others may come
 _NAMED = 4  # lost actors that a message names
@@ -267,10 +266,8 @@ class Restarts:
         if self._is_driver_left:
             return f"{self._notices} is taken away, and the driver is on it"
         if self._left and self.active.layouts.largest(self._lifetime.actors.present) is None:
-            who, room = (
-                " and ".join(map(self.active.loaded.world.label, self._left)),
-                why_no_room(self._lifetime.actors),
-            )
+            who = " and ".join(map(self.active.loaded.world.label, self._left))
+            room = why_no_room(self._lifetime.actors)
             return f"{self._notices} is taken away, {room} in the place of {who}, and {self.active.layouts.why_none()}"
         return ""
 
@@ -369,7 +366,7 @@ class Restarts:
         calls, world = self.active.loaded.calls, self.active.loaded.world
         calls.abort()
         everyone = range(world.size)
-        alive = calls.answers(everyone, "progress", seconds=_HEARD, group="ctl")
+        alive = calls.answers(everyone, "progress", seconds=HEARD, group="ctl")
         free = calls.answers(alive, "leave", True, seconds=seconds)
         return [rank for rank in everyone if rank not in free]
 

@@ -22,12 +22,12 @@ from raypar.config.toml import plain_of
 from raypar.errors import JobError
 from raypar.job.recover.buddies import CopyPace, buddies_of, failure_domains
 from raypar.job.recover.transfers import Steps, chosen_holders, has_all, holders_of, transfers
+from raypar.job.start.lifetime import HEARD
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.paths import CHECKPOINTS, absolute, checkpoints
 from raypar.planner.memory.snapshots import kept_copies
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
-_ANSWERS = 2.5  # seconds in which an actor that lives answers
 
 
 class Snapshots:
@@ -243,7 +243,7 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
     if run.folder is None or not snapshots.are_taken(run):
         return None
     calls.abort()  # none of those that are in a step takes another one, so that no snapshot is written over
-    there = calls.answers(range(len(calls.handles)), "snapshot_steps", seconds=_ANSWERS, group="disk")
+    there = calls.answers(range(len(calls.handles)), "snapshot_steps", seconds=HEARD, group="disk")
     step, folder = snapshots.common([*there.values()], taken), absolute(run.folder) / CHECKPOINTS
     saved = max((step for step, _ in checkpoints(folder)), default=0) if folder.is_dir() else 0
     if step is None or step <= saved:

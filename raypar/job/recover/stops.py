@@ -65,7 +65,8 @@ class Stops:
         loaded = self._loaded
         run = replace(loaded.run, max_failures=1, buddy_every=0)
         need = memory_in_all(run, loaded.schedule, loaded.skeleton, lambda memory: memory.snapshots)
-        free = [_free(answer) for answer in facts_of(_those(nodes), _free_memory_task()).values()]
+        answers = facts_of([node for node in living_nodes() if node.id in nodes], _free_memory_task()).values()
+        free = [float(answer["free"]) if isinstance(answer, dict) else 0.0 for answer in answers]  # a text if it failed
         self._has_room = bool(free) and min(free) * len(free) > _SPARE * need
         step = f"a step takes {self._seconds:.1f} s, and who stops a run may kill it {stop_wait():g} s later"
         if self._has_room:
@@ -80,15 +81,6 @@ def _predicted(loaded: LoadedRun) -> float:
     run, schedule = loaded.run, loaded.schedule
     prediction = before_run(run, loaded.world, counts_of(run, schedule, loaded.skeleton), schedule)
     return 0.0 if prediction.source == IN_SLOTS else prediction.step
-
-
-def _those(nodes: Collection[str]) -> list[Any]:
-    return [node for node in living_nodes() if node.id in nodes]
-
-
-def _free(answer: dict[str, Any] | str) -> float:
-    """Return the bytes that are free on a node; 0 if it does not say it."""
-    return float(answer["free"]) if isinstance(answer, dict) else 0.0
 
 
 def _free_memory_task() -> Callable[[], dict[str, Any]]:

@@ -52,14 +52,9 @@ def warn_of_examples(data: Examples, seq: int) -> None:
     for path, part in parts.items():
         left_out, kept = part.pieces.dropped, len(part.pieces.firsts)
         if left_out > kept:
-            log.warning(
-                "%s: %s examples are left out and %s kept: nothing is learned in the first %s tokens of those; set "
-                "model.seq higher, or data.learn to 'all'",
-                path,
-                f"{left_out:,}",
-                f"{kept:,}",
-                f"{seq:,}",
-            )
+            counts = f"{left_out:,} examples are left out and {kept:,} kept"
+            lack = f"nothing is learned in the first {seq:,} tokens of those"
+            log.warning("%s: %s: %s; set model.seq higher, or data.learn to 'all'", path, counts, lack)
 
 
 def demand_pure(run: Run) -> None:

@@ -13,7 +13,6 @@ from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.cluster.lifecycle.ray_cluster import pickled_copies
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import reset_faults
-from raypar.config.schedule import Programs
 from raypar.config.trial.silent_faults import warn_of_layers
 from raypar.errors import ConfigError
 from raypar.job.start.batch_checks import warn_of_batches
@@ -21,17 +20,11 @@ from raypar.job.start.launchable import check_launch
 from raypar.job.start.resume import Prepared, prepared
 
 
-def look_ahead(run: Run, programs: Programs, skeleton: Skeleton) -> None:
-    """Log warnings of mistakes that no error reports.
-
-    Args:
-        run: The run, checked.
-        programs: Its programs.
-        skeleton: Its model without weights.
-    """
-    warn_of_batches(run)
-    _warn_of_first_batches(run)
-    warn_of_layers(run, skeleton, programs["train"])
+def look_ahead(checked: Prepared) -> None:
+    """Log warnings of mistakes in a checked run that no error reports."""
+    warn_of_batches(checked.run)
+    _warn_of_first_batches(checked.run)
+    warn_of_layers(checked.run, checked.skeleton, checked.programs["train"])
 
 
 def _warn_of_first_batches(run: Run) -> None:
@@ -60,9 +53,9 @@ def replacement(
     Raises:
         ConfigError: The run has faults.
     """
-    begun = prepared(run, resume, replaces=True, besides=lambda run: reset_faults(run, device, before.resources))
-    look_ahead(begun.run, begun.programs, begun.skeleton)
-    return begun
+    checked = prepared(run, resume, replaces=True, besides=lambda run: reset_faults(run, device, before.resources))
+    look_ahead(checked)
+    return checked
 
 
 @checked_arguments

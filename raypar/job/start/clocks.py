@@ -10,9 +10,9 @@ from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.specs.results import Located
 from raypar.cluster.calls.calls import Calls
 from raypar.cluster.together import together
+from raypar.job.start.lifetime import HEARD
 
 _ASKS = 5  # requests for the time of a machine
-_HEARD = 2.5  # seconds in which an actor answers
 
 
 def align(calls: Calls, located: Mapping[int, Located]) -> None:
@@ -37,12 +37,12 @@ def _align(calls: Calls, ranks: Sequence[int]) -> None:
     """Make the actors of one machine report times by the clock of this one."""
     asked = [found for _ in range(_ASKS) if (found := _asked(calls, ranks[0])) is not None]
     if asked:
-        calls.answers(ranks, "set_clock", min(asked)[1], seconds=_HEARD)
+        calls.answers(ranks, "set_clock", min(asked)[1], seconds=HEARD)
 
 
 def _asked(calls: Calls, rank: int) -> tuple[float, float] | None:
     """Ask an actor for the time: the wait in seconds, and what to add to its clock to get this one's."""
     before = time.perf_counter()
-    there = calls.answers([rank], "now", seconds=_HEARD, group="ctl").get(rank)
+    there = calls.answers([rank], "now", seconds=HEARD, group="ctl").get(rank)
     after = time.perf_counter()
     return None if there is None else (after - before, (before + after) / 2 - there)

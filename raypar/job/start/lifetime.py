@@ -18,6 +18,8 @@ from raypar.errors import TO_GO_ON, CallError, JobError
 
 log = logging.getLogger(__name__)
 
+HEARD = 2.5  # seconds in which an actor that lives answers: a GIL may be held for 2 s
+
 
 class Lifetime:
     """A job's actors, until a failure or the job's ``close`` ends them.

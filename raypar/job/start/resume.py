@@ -31,19 +31,8 @@ from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run,
 log = logging.getLogger(__name__)
 
 _MAY_VARY = (  # fields whose changes are allowed (except optim.kind) and logged
-    "model.attention",
-    "model.linear",
-    "model.hf",
-    "model.lora.hf",
-    "data",
-    "microbatches",
-    "micro_batch_size",
-    "mesh.dp",
-    "mesh.rank_dp",
-    "optim",
-    "clip",
-    "ema",
-    "steps",
+    *("model.attention", "model.linear", "model.hf", "model.lora.hf", "data", "microbatches", "micro_batch_size"),
+    *("mesh.dp", "mesh.rank_dp", "optim", "clip", "ema", "steps"),
 )
 
 
@@ -104,6 +93,11 @@ class Prepared(NamedTuple):
     skeleton: Skeleton
     found: VerifiedCheckpoint | None
 
+    @property
+    def taken(self) -> int:
+        """Number of steps that were taken before it begins."""
+        return 0 if self.found is None else self.found.manifest.step
+
 
 def prepared(
     run: Run,
@@ -127,12 +121,11 @@ def prepared(
     Raises:
         ConfigError: The run has faults, cannot continue from the checkpoint, or cannot use its folder.
     """
-    (found, wrong), faults = _begun_from(resume), list[str]()
+    found, wrong = _begun_from(resume)
     if found is not None:
         run = as_begun(run, found.manifest.run)
-    skeleton, programs = Skeleton(run.model, run.seed), None
+    skeleton, resumed = Skeleton(run.model, run.seed), None if found is None else found.path
     try:
-        resumed = None if found is None else found.path
         programs = check_launch(
             run,
             resumed,
@@ -144,10 +137,9 @@ def prepared(
             others=[*besides(run)],
         )
     except ConfigError as error:
-        can_compare = found is not None and not any(fault.of_type for fault in field_faults(run))
-        faults = [*error.faults, *(changed_faults(run, found) if can_compare and found is not None else [])]
-    if faults or programs is None:
-        raise ConfigError(faults)
+        if found is None or any(fault.of_type for fault in field_faults(run)):
+            raise
+        raise ConfigError([*error.faults, *changed_faults(run, found)]) from None
     for idle in idle_fields(run):
         log.warning("%s", idle)
     if found is not None:

@@ -7,23 +7,22 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
 
-from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.specs.worlds import world_of
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.config.schedule import Programs
 from raypar.errors import RelayoutLostError
 from raypar.job.layout.other_layout import other_layout
 from raypar.job.layout.rebalance import Loads, rebalanced
 from raypar.job.recover.active_layout import ActiveLayout
 from raypar.job.recover.failures import Failure
-from raypar.job.recover.relayout import Relayout, demand_actors, relaid, unmoved
+from raypar.job.recover.relayout import Relayout, demand_actors, relaid
 from raypar.job.recover.restarts import Restarts
 from raypar.job.start.before_launch import replacement
 from raypar.job.start.lifetime import Lifetime
-from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
+from raypar.job.start.loaded_run import LoadedRun, loaded_on
+from raypar.job.start.resume import Prepared
 from raypar.job.start.run_folders import put_aside, settled
 from raypar.job.steps.training_loop import TrainingLoop
 from raypar.reporting.record import Record
@@ -40,7 +39,7 @@ class RunSwitch:
         device: Device that they compute on.
         name: The job's name.
         chaos: Faults that are injected on purpose.
-        loaded: The first run, which ``start`` makes the actors build.
+        checked: The first run, which ``start`` makes the actors build.
         record: Its record.
 
     Attributes:
@@ -54,18 +53,19 @@ class RunSwitch:
         device: DeviceKind,
         name: str,
         chaos: Sequence[InjectedFault],
-        loaded: LoadedRun,
+        checked: Prepared,
         record: Record,
     ) -> None:
         self._lifetime, self._device, self._name = lifetime, device, name
-        self.starter = Restarts(lifetime, name, ActiveLayout(lifetime, name, device, chaos, self._moved))
-        self.loop = TrainingLoop(lifetime, device, loaded, record, self.starter)
+        self.starter = Restarts(
+            lifetime, name, ActiveLayout(lifetime, name, device, chaos, lambda *moved: self.loop.move(*moved))
+        )
+        self.loop = TrainingLoop(lifetime, device, self._loaded(checked), record, self.starter)
 
-    def start(self, programs: Programs, found: VerifiedCheckpoint | None) -> None:
+    def start(self, checked: Prepared) -> None:
         """Make the actors build the run that the loop has, and load a checkpoint if there is one."""
-        loaded = self.loop.loaded
-        holds = self.starter.start(loaded, programs, found)
-        self.loop.begin(holds, 0 if found is None else found.manifest.step, self._name)
+        holds = self.starter.start(self.loop.loaded, checked.programs, checked.found)
+        self.loop.begin(holds, checked.taken, self._name)
 
     def replace(
         self, run: Run, resume: str | PathLike[str] | VerifiedCheckpoint | None, *, keep_idle: bool = False
@@ -73,15 +73,15 @@ class RunSwitch:
         """Replace the run by another one on the same actors, as ``Job.reset`` does."""
         self.loop.demand_ready()
         with self.loop.unlocked():
-            run, programs, skeleton, found = replacement(run, resume, self.loop.loaded.run, self._device)
-        actors, size = self._lifetime.actors, world_of(run).size
+            checked = replacement(run, resume, self.loop.loaded.run, self._device)
+        actors, size = self._lifetime.actors, world_of(checked.run).size
         demand_actors(actors, size, self._name, "reset")
-        run, calls = settled(run), self.loop.loaded.calls
+        run, calls = settled(checked.run), self.loop.loaded.calls
         if self.loop.loaded.run.max_failures:  # one that has died since the last step is replaced as in a step
             self.loop.between_steps(lambda: calls.all("progress", what="the end of the run before"), "a reset")
         self.loop.leave(run.folder)
         with self._lifetime.guarded():
-            self._exchange(run, programs, skeleton, found, Record(run))
+            self._exchange(checked._replace(run=run), Record(run))
         if not keep_idle:
             actors.shrink(size + run.spares)
 
@@ -92,7 +92,7 @@ class RunSwitch:
         whole, skeleton = active.layouts.whole, self.loop.loaded.skeleton
         layout = other_layout(whole, to, changes, skeleton, self._device)
         if layout.run == whole.run and active.layout is whole:
-            return unmoved(self.loop.next_step)
+            return Relayout(self.loop.next_step)  # nothing moves
         found = self.loop.between_steps(lambda: relaid(active, actors, layout, self.loop.next_step), "a relayout")
         if isinstance(found, Failure):
             raise RelayoutLostError(f"the relayout is lost ({found.reason}), and {found}: call relayout again")
@@ -106,21 +106,18 @@ class RunSwitch:
             self.replace(run, self.loop.save(folder, None))
         return run.expert_order
 
-    def _exchange(
-        self, run: Run, programs: Programs, skeleton: Skeleton, found: VerifiedCheckpoint | None, record: Record
-    ) -> None:
+    def _exchange(self, checked: Prepared, record: Record) -> None:
         """Replace the actors' run by another one."""
         self.loop.finish()
         try:
             self.loop.loaded.calls.all("leave", what="the end of the run before")
-            loaded = loaded_on(self._lifetime, run, programs, skeleton)
-            log_plan(run, programs["train"], skeleton, 0 if found is None else found.manifest.step)
+            loaded = self._loaded(checked)
+            log_plan(checked.run, loaded.schedule, loaded.skeleton, checked.taken)
             self.loop.exchange(loaded, record)
         except BaseException:
             record.close()
             raise
-        self.start(programs, found)
+        self.start(checked)
 
-    def _moved(self, loaded: LoadedRun, holds: Holds, run: Run | None) -> None:
-        """Go on with the run in another layout, or with another run if there is one; see ``Moved``."""
-        self.loop.move(loaded, holds, run)
+    def _loaded(self, checked: Prepared) -> LoadedRun:
+        return loaded_on(self._lifetime, checked.run, checked.programs, checked.skeleton)

@@ -8,8 +8,7 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from raypar.actors.mesh.mesh import Axis
-from raypar.actors.mesh.world import World
-from raypar.cluster.calls.calls import Calls
+from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.stepping.views import State
 from raypar.schedules.action import MOVES, Action, Op
 from raypar.schedules.nearest_name import did_you_mean
@@ -36,13 +35,12 @@ class Peeking:
     """Queries the actors for results and memory.
 
     Args:
-        world: The ranks.
-        calls: Calls to the actors.
+        loaded: The run.
         guard: Makes a call to the actors, and handles its failure as the job does.
     """
 
-    def __init__(self, world: World, calls: Calls, guard: Callable[[Callable[[], Any]], Any]) -> None:
-        self._world, self._calls, self._guard = world, calls, guard
+    def __init__(self, loaded: LoadedRun, guard: Callable[[Callable[[], Any]], Any]) -> None:
+        self._loaded, self._guard = loaded, guard
 
     def at(self, action: Action, schedule: Schedule, *, dp: int, cp: int, tp: int) -> ComputedValue:
         """Return the result of an action that is done on one actor, with the tensors.
@@ -57,21 +55,24 @@ class Peeking:
         Raises:
             MoveError: There is no such coordinate.
         """
-        mesh = self._world.mesh
+        mesh = self._loaded.world.mesh
         coordinate: dict[Axis, int] = {"dp": dp, "cp": cp, "tp": tp}
         for axis, index in coordinate.items():
             if not 0 <= index < mesh.ways(axis):
                 raise MoveError(f"there is no {axis}={index}: the mesh has {mesh.ways(axis)}, counted from 0")
-        return self._seen(action, [self._world.worker(rank_of(action, schedule), **coordinate)], tensors=True)[0]
+        rank = self._loaded.world.worker(rank_of(action, schedule), **coordinate)
+        return self._seen(action, [rank], tensors=True)[0]
 
     def everywhere(self, action: Action, schedule: Schedule) -> list[ComputedValue]:
         """Return the results of an action that is done on all workers that perform it, without the tensors."""
-        ranks = self._world.trainers_in(rank_of(action, schedule))
-        return self._seen(action, [rank for rank in ranks if rank < self._world.mesh.size], tensors=False)
+        ranks = self._loaded.world.trainers_in(rank_of(action, schedule))
+        return self._seen(action, [rank for rank in ranks if rank < self._loaded.world.mesh.size], tensors=False)
 
     def state(self, done: Sequence[Action]) -> State:
         """Return the memory that every actor holds after the actions that are done."""
-        found: list[ActorContents] = self._guard(lambda: self._calls.all("probe", "held", what="looking at the actors"))
+        found: list[ActorContents] = self._guard(
+            lambda: self._loaded.calls.all("probe", "held", what="looking at the actors")
+        )
         whole = {action._replace(op=Op.I): action for action in done if action.op is Op.B}
         return State(
             replace(held, values={whole.get(value, value): size for value, size in held.values.items()})
@@ -80,7 +81,7 @@ class Peeking:
 
     def _seen(self, action: Action, ranks: Sequence[int], *, tensors: bool) -> list[ComputedValue]:
         what = f"peeking at {action}"
-        return list(self._guard(lambda: self._calls.some(ranks, "probe", "peek", action, tensors, what=what)))
+        return list(self._guard(lambda: self._loaded.calls.some(ranks, "probe", "peek", action, tensors, what=what)))
 
 
 def demand_tensors(action: Action, done: Sequence[Action]) -> None:

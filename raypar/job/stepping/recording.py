@@ -16,9 +16,7 @@ from pydantic_core import to_json
 from raypar.actors.bounds import Step
 from raypar.actors.checkpoint.shards import is_plain, read_shard, write_shard
 from raypar.actors.errors import CheckpointError
-from raypar.actors.mesh.world import World
 from raypar.actors.specs.recompute import Recompute
-from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import short_repr
 from raypar.config.toml import plain_of
@@ -29,7 +27,7 @@ from raypar.schedules.schedule import Schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from raypar.cluster.calls.calls import Calls  # imports ray, which a replay does without
+    from raypar.job.start.loaded_run import LoadedRun  # imports ray, which a replay does without
 
 _FORMAT = "raypar recording 1"
 _ABOUT = "about"  # the tensor that holds the fields of Recorded, as JSON
@@ -162,17 +160,12 @@ class Recorder:
     """The recordings that the user has requested of a step.
 
     Args:
-        run: The run.
-        device: The kind of device that the actors compute on.
-        world: The ranks.
-        calls: Calls to the job's actors.
+        loaded: The run.
+        device: The kind of device that its actors compute on.
     """
 
-    def __init__(self, run: Run, device: DeviceKind, world: World, calls: Calls) -> None:
-        self._run = run
-        self._device = device
-        self._world = world
-        self._calls = calls
+    def __init__(self, loaded: LoadedRun, device: DeviceKind) -> None:
+        self._loaded, self._device = loaded, device
         self._wanted: dict[tuple[int, int], Path] = {}  # by rank and stage
         self._num_stages = 0
 
@@ -200,14 +193,14 @@ class Recorder:
             faults.append(f"there is no folder {str(path.parent)!r}: make it, or give another path")
         if not 0 <= stage < schedule.num_stages:
             faults.append(f"there is no stage {stage}: the schedule has {schedule.num_stages}, counted from 0")
-        if not 0 <= dp < self._world.mesh.dp:
-            faults.append(f"there is no replica dp={dp}: the mesh has {self._world.mesh.dp}, counted from 0")
-        if self._world.mesh.tensor_ranks > 1:
-            tp = self._world.mesh.tp
+        if not 0 <= dp < self._loaded.world.mesh.dp:
+            faults.append(f"there is no replica dp={dp}: the mesh has {self._loaded.world.mesh.dp}, counted from 0")
+        if self._loaded.world.mesh.tensor_ranks > 1:
+            tp = self._loaded.world.mesh.tp
             faults.append(
                 f"mesh.tp={tp} divides a stage over actors, and a part of it can't be replayed alone: set mesh.tp to 1"
             )
-        if (cp := self._world.mesh.cp) > 1:
+        if (cp := self._loaded.world.mesh.cp) > 1:
             faults.append(
                 f"mesh.cp={cp} divides the tokens over actors, and a part can't be replayed alone: set it to 1"
             )
@@ -217,13 +210,13 @@ class Recorder:
             )
         if faults:
             raise ConfigError(faults)
-        self._wanted[self._world.replica(dp)[schedule.placement[stage]], stage] = path
+        self._wanted[self._loaded.world.replica(dp)[schedule.placement[stage]], stage] = path
         self._num_stages = schedule.num_stages
 
     def start(self) -> None:
         """Make the actors record, from the start of a step on."""
         for rank, stage in self._wanted:
-            self._calls.one(rank, "probe", "record", stage, what=f"recording stage {stage}")
+            self._loaded.calls.one(rank, "probe", "record", stage, what=f"recording stage {stage}")
 
     def save(self, step: int) -> None:
         """Fetch the recordings of a step and write the files.
@@ -235,20 +228,20 @@ class Recorder:
             CheckpointError: If a file can't be written.
         """
         for (rank, stage), path in self._wanted.items():
-            layers, actions, tensors = self._calls.one(
+            layers, actions, tensors = self._loaded.calls.one(
                 rank, "probe", "recording", stage, what=f"fetching what stage {stage} did"
             )
             about = Recorded(
-                actor=self._world.label(rank),
+                actor=self._loaded.world.label(rank),
                 stage=stage,
                 step=step,
                 layers=layers,
                 is_last=stage == self._num_stages - 1,
                 actions=tuple(actions),
-                model=plain_of(self._run)["model"],
-                seed=self._run.seed,
-                recompute=self._run.recompute,
-                threads=self._run.num_threads,
+                model=plain_of(self._loaded.run)["model"],
+                seed=self._loaded.run.seed,
+                recompute=self._loaded.run.recompute,
+                threads=self._loaded.run.num_threads,
                 device=self._device,
             )
             write_recording(path, about, tensors)

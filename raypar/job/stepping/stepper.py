@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from raypar.actors.bounds import Steps
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.mesh.world import World
 from raypar.actors.specs.results import StepResult
-from raypar.cluster.calls.calls import Calls
+from raypar.actors.specs.types import DeviceKind
 from raypar.cluster.interrupts import patience
 from raypar.config.arguments import checked_methods
+from raypar.config.programs import lowered_step
 from raypar.errors import JobError
+from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.stepping.peeking import Peeking, demand_tensors, predicate_faults
 from raypar.job.stepping.recording import Recorder
 from raypar.job.stepping.views import Ready, State, Taken
@@ -41,15 +42,11 @@ class Stepper:
     ``rewind`` undoes even that. Wrong arguments of methods raise a ConfigError.
 
     Args:
-        schedule: The lowered schedule of the step.
+        loaded: The run.
+        device: The kind of device that its actors compute on.
         step: The number of the step, counted from 0.
-        world: The ranks.
-        handles: The actors' Ray handles, by rank.
-        calls: Calls to the same actors.
         guard: Makes a call to the actors, and handles its failure as the job does.
         commit: Called when the step is complete, with the actors' results and the step's seconds; returns its report.
-        lowered: Lowers a schedule for this step.
-        recorder: Writes the recordings that the user requests.
 
     Attributes:
         schedule: The schedule of this step: the job's, or the one of the last ``swap``.
@@ -58,31 +55,25 @@ class Stepper:
 
     def __init__(
         self,
-        schedule: Schedule,
+        loaded: LoadedRun,
+        device: DeviceKind,
         step: int,
-        world: World,
-        handles: Sequence[Any],
-        calls: Calls,
         *,
         guard: Callable[[Callable[[], Any]], Any],
         commit: Callable[[list[StepResult], float], Report],
-        lowered: Callable[[str | Schedule], Schedule],
-        recorder: Recorder,
     ) -> None:
         self.step = step
-        self._proposed, self._board = schedule, Board(schedule)
-        self._world, self._handles, self._calls = world, handles, calls
+        self._loaded, self._board = loaded, Board(loaded.schedule)
         self._guard = guard
         self._commit = commit
-        self._lowered = lowered
-        self._recorder = recorder
-        self._peeking = Peeking(world, calls, guard)
+        self._recorder = Recorder(loaded, device)
+        self._peeking = Peeking(loaded, guard)
         self._predicate: Callable[[ComputedValue], object] | None = None
         self._report: Report | None = None
         self._over: Exception | None = None
         self._note = ""
         self._seconds = 0.0  # spent in moves, without the user's pauses between them
-        self._guard(lambda: self._calls.all("open", step, what=f"step {step + 1}"))
+        self._guard(lambda: self._loaded.calls.all("open", step, what=f"step {step + 1}"))
 
     # --- state ---
 
@@ -232,7 +223,7 @@ class Stepper:
         """
         self._demand_midway()
         wanted = schedule if isinstance(schedule, str | Schedule) else Schedule.of("edited", schedule)
-        self._board.swap(self._lowered(wanted))
+        self._board.swap(lowered_step(self._loaded.run, wanted))
         return Taken.of((), repr(self))
 
     def record(self, path: str | PathLike[str], stage: int, dp: int = 0) -> None:
@@ -263,7 +254,7 @@ class Stepper:
         if self._report is None:
             with patience(f"step {self.step + 1}") as ctrl_c:
                 self._perform(self._board.left)
-                results = self._timed(lambda: self._calls.all("end", what=f"step {self.step + 1}"))
+                results = self._timed(lambda: self._loaded.calls.all("end", what=f"step {self.step + 1}"))
                 self._report = self._commit(results, self._seconds)
                 self._guard(lambda: self._recorder.save(self.step))
             ctrl_c.heed()
@@ -276,7 +267,7 @@ class Stepper:
         """
         with patience(f"rewinding step {self.step + 1}") as ctrl_c:
             self._take_back()
-            self._board, self._note = Board(self._proposed), ""
+            self._board, self._note = Board(self._loaded.schedule), ""
             self._guard(self._recorder.start)
         ctrl_c.heed()
         return Taken.of((), repr(self))
@@ -297,7 +288,7 @@ class Stepper:
     def _take_back(self) -> None:
         """Make the actors restore their state from the start of the step."""
         self._demand_midway()
-        self._guard(lambda: self._calls.all("rewind", what=f"rewinding step {self.step + 1}"))
+        self._guard(lambda: self._loaded.calls.all("rewind", what=f"rewinding step {self.step + 1}"))
 
     def _take(self, chosen: Sequence[Move]) -> Taken:
         """Take moves: together, or one by one if there is a predicate to evaluate after each."""
@@ -318,8 +309,8 @@ class Stepper:
         calls = [(rank, action) for move in chosen for row, action in move.actions for rank in self._ranks(row, action)]
 
         def perform() -> None:
-            refs = [self._handles[rank].perform.remote(action) for rank, action in calls]
-            self._calls.gather(refs, f"step {self.step + 1}", [rank for rank, _ in calls])
+            refs = [self._loaded.handles[rank].perform.remote(action) for rank, action in calls]
+            self._loaded.calls.gather(refs, f"step {self.step + 1}", [rank for rank, _ in calls])
 
         if calls:
             try:
@@ -349,8 +340,11 @@ class Stepper:
 
     def _ranks(self, row: int, action: Action) -> tuple[int, ...]:
         """Return the ranks that perform an action of a row: all replicas and expert actors, for STEP servers."""
-        servers = range(self._world.servers if action.op is Op.STEP else 0)
-        return (*self._world.trainers_in(row), *(self._world.server_rank(row, index) for index in servers))
+        servers = range(self._loaded.world.servers if action.op is Op.STEP else 0)
+        return (
+            *self._loaded.world.trainers_in(row),
+            *(self._loaded.world.server_rank(row, index) for index in servers),
+        )
 
     def _demand_begun(self) -> None:
         if self._over is not None:

@@ -18,10 +18,7 @@ Callback: TypeAlias = Callable[[Report | Evaluation], object]
 
 
 def displayed(
-    run: Run,
-    last: int,
-    outcomes: Iterable[Report | Evaluation],
-    on: Callback | Sequence[Callback] | None,
+    run: Run, last: int, outcomes: Iterable[Report | Evaluation], on: Callback | Sequence[Callback] | None
 ) -> list[Report]:
     """Show the outcomes of training, and return the reports.
 

@@ -23,8 +23,30 @@ from raypar.schedules.rules import awaited
 from raypar.schedules.schedule import Schedule
 
 
+@dataclass
+class _Begun:
+    """A step, or steps of a stream, that were handed to the actors.
+
+    Attributes:
+        number: The number of the last one, counted from 0.
+        copy_within: See ``Executor.begin``.
+        last: By rank, the object ref of its latest call.
+    """
+
+    number: int
+    copy_within: int
+    last: list[Any]
+
+
 class Executor(ABC):
-    """Makes the actors of a run take training steps."""
+    """Makes the actors of a run take training steps.
+
+    Args:
+        calls: Calls to the actors.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
 
     @abstractmethod
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> Any:
@@ -49,30 +71,20 @@ class Executor(ABC):
             what: What is going on, for messages.
         """
 
-    @abstractmethod
     def drop(self, begun: Any) -> None:
         """Wait for a step whose results do not matter."""
+        self._calls.drop(begun.last)
 
 
 class Compiled(Executor):
-    """One call to each actor, which performs its row by itself.
+    """One call to each actor, which performs its row by itself."""
 
-    Args:
-        calls: Calls to the actors.
-    """
-
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
-
-    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> list[Any]:
+    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _Begun:
         order = _order(step, epoch, copy_within, stream)
-        return [handle.train.remote(order) for handle in self._calls.handles]
+        return _Begun(step, copy_within, [handle.train.remote(order) for handle in self._calls.handles])
 
-    def results(self, begun: list[Any], what: str) -> list[StepResult]:
-        return self._calls.gather(begun, what)
-
-    def drop(self, begun: list[Any]) -> None:
-        self._calls.drop(begun)
+    def results(self, begun: _Begun, what: str) -> list[StepResult]:
+        return self._calls.gather(begun.last, what)
 
 
 class Tasks(Executor):
@@ -88,24 +100,24 @@ class Tasks(Executor):
     """
 
     def __init__(self, loaded: LoadedRun) -> None:
-        self._calls, self._world = loaded.calls, loaded.world
-        self._schedule = schedule = loaded.schedule
-        world, self._rows = loaded.world, self._rows_of(schedule)
-        sender = _Senders(world, schedule)
+        super().__init__(loaded.calls)
+        self._world, self._schedule = loaded.world, loaded.schedule
+        self._rows = self._rows_of(loaded.schedule)
+        sender = _Senders(loaded.world, loaded.schedule)
         self._needs: dict[tuple[int, Action], tuple[int, Action]] = {}  # by rank and action, those of another rank
         for rank, row in enumerate(self._rows):
             for action in row:
-                for need in awaited(action, schedule) if action.op in RECVS else ():  # its SEND
+                for need in awaited(action, loaded.schedule) if action.op in RECVS else ():  # its SEND
                     self._needs[rank, action] = sender.of(rank, action), need
         self._awaited = frozenset(self._needs.values())
 
-    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _Begun:
+    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _TaskStep:
         is_part = stream and stream != self._schedule.stream
         rows = self._rows_of(first_steps(self._schedule, stream)) if is_part else self._rows
         last = _started(self._calls, self._world, step, epoch, copy_within, stream)
-        return _Begun(step + max(0, stream - 1), copy_within, rows, last, self._calls.waiting())
+        return _TaskStep(step + max(0, stream - 1), copy_within, last, rows, self._calls.waiting())
 
-    def results(self, begun: _Begun, what: str) -> list[StepResult]:
+    def results(self, begun: _TaskStep, what: str) -> list[StepResult]:
         """Submit tasks as those that they need are done, and return the actors' results; see ``Executor``."""
         ready: list[int] = list(range(len(begun.rows)))
         has_failed = False
@@ -123,16 +135,13 @@ class Tasks(Executor):
         # After a failure the later calls of that actor fail like the one that did, and none is submitted after them.
         return self._calls.gather(begun.last, what)
 
-    def drop(self, begun: _Begun) -> None:
-        self._calls.drop(begun.last)
-
     def _rows_of(self, schedule: Schedule) -> list[Sequence[Action]]:
         """Return the row of each rank; servers have none."""
         world = self._world
         ranks = range(world.size)
         return [() if rank in world.server_ranks else schedule.rows[world.row(rank)] for rank in ranks]
 
-    def _submit(self, begun: _Begun, rank: int) -> None:
+    def _submit(self, begun: _TaskStep, rank: int) -> None:
         """Submit the tasks of a rank up to the first one that waits for a task of another rank."""
         handle, row = self._calls.handles[rank], begun.rows[rank]
         while begun.at[rank] < len(row):
@@ -162,15 +171,16 @@ class Dynamic(Executor):
     """
 
     def __init__(self, loaded: LoadedRun) -> None:
-        self._calls, self._world, self._schedule = loaded.calls, loaded.world, loaded.schedule
+        super().__init__(loaded.calls)
+        self._world, self._schedule = loaded.world, loaded.schedule
         self._members = [loaded.world.trainers_in(row) for row in range(loaded.schedule.num_ranks)]
 
-    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _UnderWay:
+    def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _DynamicStep:
         assert not stream
         last = _started(self._calls, self._world, step, epoch, copy_within)
-        return _UnderWay(step, copy_within, DynamicOrder(self._schedule, SEND_WINDOW), last, self._calls.waiting())
+        return _DynamicStep(step, copy_within, last, DynamicOrder(self._schedule, SEND_WINDOW), self._calls.waiting())
 
-    def results(self, begun: _UnderWay, what: str) -> list[StepResult]:
+    def results(self, begun: _DynamicStep, what: str) -> list[StepResult]:
         """Submit tasks as they become ready, and return the actors' results; see ``Executor``."""
         rows = set(range(len(self._members)))
         while True:
@@ -187,10 +197,7 @@ class Dynamic(Executor):
                 begun.last[rank] = handle.end_step.remote(begun.number, begun.copy_within)
         return self._calls.gather(begun.last, what)
 
-    def drop(self, begun: _UnderWay) -> None:
-        self._calls.drop(begun.last)
-
-    def _submit(self, begun: _UnderWay, row: int) -> None:
+    def _submit(self, begun: _DynamicStep, row: int) -> None:
         """Submit the actions that the actors of a row may take now."""
         for action in begun.order.take(row):
             for rank in self._members[row]:
@@ -198,45 +205,36 @@ class Dynamic(Executor):
                 begun.tasks[ref] = row, action
                 begun.waiting.expect(ref, rank)
 
-    def _note(self, begun: _UnderWay, row: int, action: Action) -> Sequence[int]:
+    def _note(self, begun: _DynamicStep, row: int, action: Action) -> Sequence[int]:
         """Note that an actor of a row has done an action; return the row that may go on, if all its actors have."""
         begun.num_done[row, action] += 1
         return [begun.order.done(row, action)] if begun.num_done[row, action] == len(self._members[row]) else []
 
 
 @dataclass
-class _UnderWay:
+class _DynamicStep(_Begun):
     """A step whose order arrival decides.
 
     Attributes:
-        number: Its number, counted from 0.
-        copy_within: See ``Executor.begin``.
         order: Its order.
-        last: By rank, the object ref of its latest call.
         waiting: The tasks that are not done.
         tasks: The row and the action of each of them, by object ref.
         num_done: By row and action, how many of its actors have done it. Equal actions count together: only
             those of one microbatch are waited for.
     """
 
-    number: int
-    copy_within: int
     order: DynamicOrder
-    last: list[Any]
     waiting: Waiting
     tasks: dict[Any, tuple[int, Action]] = field(default_factory=dict)
     num_done: Counter[tuple[int, Action]] = field(default_factory=Counter)
 
 
 @dataclass
-class _Begun:
-    """A step, or steps of a stream, that were handed to the actors.
+class _TaskStep(_Begun):
+    """A step, or steps of a stream, whose actions are tasks.
 
     Attributes:
-        number: The number of the last one, counted from 0.
-        copy_within: See ``Executor.begin``.
         rows: By rank, its actions.
-        last: By rank, the object ref of its latest call.
         sends: The tasks that are not done for which another rank waits.
         awaited: The rank and the action of each of them, by object ref.
         at: By rank, how many of its actions were submitted.
@@ -244,10 +242,7 @@ class _Begun:
         done: The object refs of the SENDs that are done, by rank and action.
     """
 
-    number: int
-    copy_within: int
     rows: Sequence[Sequence[Action]]
-    last: list[Any]
     sends: Waiting
     awaited: dict[Any, tuple[int, Action]] = field(default_factory=dict)
     at: Counter[int] = field(default_factory=Counter)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from raypar.actors.errors import NonFiniteError
@@ -37,10 +38,11 @@ def steps_to_take(run: Run, taken: int, steps: int | None) -> int:
     return count
 
 
+@dataclass
 class StepsAhead:
     """Hands steps to the actors before the report of the current one has arrived, so that they never wait.
 
-    Args:
+    Attributes:
         calls: Calls to the actors.
         executor: Makes the actors take a step.
         most: How many steps may be handed over beyond the current one.
@@ -49,27 +51,19 @@ class StepsAhead:
         stream: Number of steps that actors take in one call, up to a multiple of it, because the schedule is
             asynchronous; 0 if they take one.
 
-    Attributes:
         since: When the actors have begun with the oldest step that they have, in seconds of ``time.perf_counter``.
         pending: Number of steps that they have.
     """
 
-    def __init__(
-        self,
-        calls: Calls,
-        executor: Executor,
-        most: int,
-        epoch: int,
-        copy_within: Callable[[int], int],
-        stream: int = 0,
-    ) -> None:
-        self._calls = calls
-        self._executor = executor
-        self._most = most
-        self._epoch = epoch
-        self._copy_within, self._stream = copy_within, stream
-        self._handed: deque[tuple[int, Any]] = deque()
-        self.since, self.pending = time.perf_counter(), 0
+    calls: Calls
+    executor: Executor
+    most: int
+    epoch: int
+    copy_within: Callable[[int], int]
+    stream: int = 0
+    since: float = field(default_factory=time.perf_counter)
+    pending: int = 0
+    _handed: deque[tuple[int, Any]] = field(default_factory=deque)
 
     @classmethod
     def of(cls, loaded: LoadedRun, most: int, epoch: int, copy_within: Callable[[int], int]) -> StepsAhead:
@@ -90,13 +84,13 @@ class StepsAhead:
         """
         if not self._handed:
             self.since = time.perf_counter()
-        if self._stream:
-            count = min(self._stream - first % self._stream, stop - first)
-            begun = self._executor.begin(first, self._epoch, self._copy_within(first + count - 1), count)
+        if self.stream:
+            count = min(self.stream - first % self.stream, stop - first)
+            begun = self.executor.begin(first, self.epoch, self.copy_within(first + count - 1), count)
             self._handed.append((first, begun))
             return
-        for number in range(first + len(self._handed), min(stop, first + self._most + 1)):
-            begun = self._executor.begin(number, self._epoch, self._copy_within(number))
+        for number in range(first + len(self._handed), min(stop, first + self.most + 1)):
+            begun = self.executor.begin(number, self.epoch, self.copy_within(number))
             self._handed.append((number, begun))
 
     def collect(self) -> tuple[list[Any], float]:
@@ -114,17 +108,17 @@ class StepsAhead:
         self.pending = len(self._handed)
         number, begun = self._handed.popleft()
         try:
-            results = self._executor.results(begun, f"step {number + 1}")
+            results = self.executor.results(begun, f"step {number + 1}")
         except JobError:
             self.drop()
             raise
         except NonFiniteError:
             while self._handed:
-                self._executor.drop(self._handed.popleft()[1])
+                self.executor.drop(self._handed.popleft()[1])
             raise
         before, self.since = self.since, time.perf_counter()
         seconds = max([self.since - before, *[result.end - result.start for result in results]])
-        self._calls.deadline.learn(seconds)
+        self.calls.deadline.learn(seconds)
         return results, seconds
 
     def drop(self) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from raypar.actors.specs.types import DeviceKind
-from raypar.config.programs import lowered_step
 from raypar.errors import JobError, StepLostError
 from raypar.job.recover.failures import Failure
 from raypar.job.start.loaded_run import LoadedRun
-from raypar.job.stepping.recording import Recorder
 from raypar.job.stepping.stepper import Stepper
 from raypar.reporting.report import Report
 
@@ -33,21 +30,21 @@ class StepsByHand:
         self._stepper = None
 
     @property
-    def is_midway(self) -> bool:
-        """Whether a step has begun and is not over."""
-        return self._stepper is not None and self._stepper.midway
+    def midway(self) -> Stepper | None:
+        """The step under way, which has begun and is not over."""
+        return self._stepper if self._stepper is not None and self._stepper.midway else None
 
     def begun(self) -> Stepper | None:
         """Return the step under way, if it has done an action."""
-        return self._stepper if self.is_midway and self._stepper is not None and self._stepper.done else None
+        return self.midway if self.midway is not None and self.midway.done else None
 
     def demand_over(self) -> None:
         """Give up a step that has done no action yet. Raises JobError in the middle of one."""
-        if self.is_midway and self.begun() is None and self._stepper is not None:
-            with suppress(StepLostError):
-                self._stepper.abort()  # nothing is lost
-        if self.is_midway:
+        if self.begun() is not None:
             raise JobError("job.stepper() is in the middle of this step: call its finish() or abort() first")
+        if self.midway is not None:
+            with suppress(StepLostError):
+                self.midway.abort()  # nothing is lost
 
     def open(
         self,
@@ -72,17 +69,7 @@ class StepsByHand:
             kind = "is asynchronous, so that steps" if is_late else "has steps without a flush, which"
             fix = "need a synchronous one, as 1f1b" if is_late else "need a flush after each: leave flush_every out"
             raise JobError(f"schedule {loaded.schedule.name!r} {kind} overlap: steps by hand {fix}")
-        self._stepper = Stepper(
-            loaded.schedule,
-            step,
-            loaded.world,
-            loaded.handles,
-            loaded.calls,
-            guard=guard,
-            commit=commit,
-            lowered=partial(lowered_step, loaded.run),
-            recorder=Recorder(loaded.run, self._device, loaded.world, loaded.calls),
-        )
+        self._stepper = Stepper(loaded, self._device, step, guard=guard, commit=commit)
         return self._stepper
 
     def lose(self, failure: Failure, step: int) -> StepLostError:
@@ -93,6 +80,6 @@ class StepsByHand:
             step: Number of the step that comes next, from 0.
         """
         lost = StepLostError(f"{failure.reason}: {failure}; job.stepper() begins step {step + 1}")
-        if self._stepper is not None and self.is_midway:
-            self._stepper.lose(lost)
+        if self.midway is not None:
+            self.midway.lose(lost)
         return lost

@@ -54,6 +54,7 @@ class TrainingLoop:
 
     Attributes:
         loaded: The run.
+        saver: Saves its checkpoints.
         holds: By rank, the shard that the rank holds of each of its logical parameters.
         next_step: Number of the next step, counted from 0: the number of steps taken.
         last: Report of the latest step; None before the first.
@@ -61,12 +62,7 @@ class TrainingLoop:
     """
 
     def __init__(
-        self,
-        lifetime: Lifetime,
-        device: DeviceKind,
-        loaded: LoadedRun,
-        record: Record,
-        starter: Restarts,
+        self, lifetime: Lifetime, device: DeviceKind, loaded: LoadedRun, record: Record, starter: Restarts
     ) -> None:
         self._lifetime, self._starter, self._hand = lifetime, starter, StepsByHand(device)
         self._training, self._generating = threading.RLock(), threading.Lock()  # the first: while a thread takes steps
@@ -80,7 +76,7 @@ class TrainingLoop:
         self._hand.forget()
         self.loaded, self.next_step, self.last = loaded, 0, None
         self.holds: Holds = ()
-        self._record, self._saver = record, Saver(loaded.run, loaded.calls, loaded.world)
+        self._record, self.saver = record, Saver(loaded.run, loaded.calls, loaded.world)
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._stops = Stops(loaded)
         self._evaluations, self._is_finished = Evaluations(loaded.run), False
@@ -88,7 +84,7 @@ class TrainingLoop:
     def move(self, loaded: LoadedRun, holds: Holds, run: Run | None = None) -> None:
         """Go on in another layout, between two steps, as another run if there is one."""
         self.loaded, self.holds, self._evaluations.run = loaded, holds, loaded.run
-        self._saver.move(loaded.calls, loaded.world, run)
+        self.saver.move(loaded.calls, loaded.world, run)
         self._record.move(loaded.run, loaded.schedule, self.next_step, loaded.skeleton, is_other=run is not None)
         self._stragglers, self._stops = Stragglers(loaded.world), Stops(loaded)
 
@@ -99,7 +95,7 @@ class TrainingLoop:
 
     def unlocked(self) -> AbstractContextManager[None]:
         """Complete the save under way, and return a context in which another run may take the run's folder."""
-        self._saver.settle()
+        self.saver.settle()
         return self._record.unlocked()
 
     def finish(self) -> None:
@@ -163,7 +159,7 @@ class TrainingLoop:
         """Save a checkpoint now and return its path, as ``Job.save`` does. Raises CheckpointError."""
         self._demand_alive("saving a checkpoint")
         with self._lifetime.guarded():
-            return self._saver.save(folder, self.next_step, keep_last)
+            return self.saver.save(folder, self.next_step, keep_last)
 
     def keep(self, error: BaseException) -> None:
         """Save a checkpoint of a run that is stopped, if it has a folder and its actors can still be called.
@@ -175,7 +171,7 @@ class TrainingLoop:
         if run.folder is None or not step or self._lifetime.failure is not None:
             return
         folder = checkpoints_in(absolute(run.folder))
-        if self.saved != folder / step_folder_name(step):
+        if self.saver.newest != folder / step_folder_name(step):
             try:
                 saved = self.save(folder, run.keep_last)
             except (CheckpointError, JobError) as fault:
@@ -188,7 +184,7 @@ class TrainingLoop:
         """Save the weights alone, or their averages, as a checkpoint and return its path. Raises CheckpointError."""
         self._demand_alive("an export")
         with self._lifetime.guarded(), with_averages(self.loaded.calls, ema=ema):
-            return self._saver.copy_weights(folder, self.next_step)
+            return self.saver.copy_weights(folder, self.next_step)
 
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step; the same one if that step has already begun."""
@@ -205,7 +201,7 @@ class TrainingLoop:
         self._demand_alive(what)
         with self._exclusively(f"ask for {what} when it has taken them"):
             self.keep_times()
-            self._saver.settle()
+            self.saver.settle()
             self._ahead = None
             with self._guarded():
                 return call()
@@ -240,28 +236,18 @@ class TrainingLoop:
         if self.is_averaged:
             raise JobError("the actors compute with averaged weights: do this when generate has returned")
 
-    @property
-    def saved(self) -> Path | None:
-        """The newest checkpoint of the run that was saved; None before the first."""
-        return self._saver.newest
-
-    @property
-    def lost(self) -> BaseException | None:
-        """Why the checkpoint at the end of the run was not saved; None if it was, or if it is not due yet."""
-        return self._saver.lost
-
     def keep_times(self) -> None:
         """Write the latest step's times to the run's folder in the background, if the actors can still be called."""
         if (step := self._record.unmeasured()) is not None:
             with suppress(JobError):
                 self.demand_ready()
                 keep = partial(self._record.measured, step, self.loaded.schedule, self.loaded.world)
-                self._saver.ask(("events", "ledger"), keep)
+                self.saver.ask(("events", "ledger"), keep)
 
     def close(self, hurried: bool = False) -> None:
         """End the saving and the record of the run. ``hurried`` gives up a slow save, after a failure."""
         try:
-            self._saver.close(hurried=hurried)
+            self.saver.close(hurried=hurried)
         finally:
             self._record.close()
 
@@ -318,7 +304,7 @@ class TrainingLoop:
         if (is_due or lacks_copies) and self._num_ahead:
             return self._ahead, self.next_step + self._num_ahead  # the actors complete what they have
         stop = self._evaluations.next_due(self.next_step, last)
-        return self._ahead, min(stop, self._saver.next_due(self.next_step, last))
+        return self._ahead, min(stop, self.saver.next_due(self.next_step, last))
 
     def _handing(self, most: int) -> StepsAhead:
         return StepsAhead.of(self.loaded, most, self._lifetime.epoch, self._starter.copy_due)
@@ -330,17 +316,17 @@ class TrainingLoop:
 
     def _save_due(self) -> None:
         with self._lifetime.guarded():
-            if self._saver.due(self.next_step):
+            if self.saver.due(self.next_step):
                 self.keep_times()
-            self._saver.after(self.next_step)
+            self.saver.after(self.next_step)
 
     def _ends_with(self, evaluation: Evaluation) -> bool:
         """Return whether the training ends with an evaluation, before its last step; if so, save the run."""
         if why := self._evaluations.keep(evaluation):
             log.warning("%s", why)
-            if not self._saver.due(self.next_step):
+            if not self.saver.due(self.next_step):
                 with self._lifetime.guarded():
-                    self._saver.after(self.next_step, is_last=True)
+                    self.saver.after(self.next_step, is_last=True)
         return bool(why)
 
     def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> list[Report]:
@@ -392,7 +378,7 @@ class TrainingLoop:
 
     def _recover(self, error: JobError, start: float) -> None:
         """Bring the run back after a failure of a call that began at ``start``. Raises JobError if that is too late."""
-        self._saver.settle(_SAVE_SECONDS)
+        self.saver.settle(_SAVE_SECONDS)
         step, lost = self.next_step + 1, partial(self._times.lost, start)
         try:
             failure = self._starter.recover(step, error, lost)
@@ -407,7 +393,7 @@ class TrainingLoop:
         self._record.failed(failure.to_dict())
         self._times.go_back(failure.back_to)
         self.next_step = failure.back_to
-        self._saver.again(self.next_step)
+        self.saver.again(self.next_step)
         self._ahead = None
 
     @property
@@ -416,7 +402,7 @@ class TrainingLoop:
         return self._starter.failures.survived[-1]
 
     def _save_last(self) -> None:
-        self._saver.save_last(partial(self._starter.save_snapshots, self.next_step))
+        self.saver.save_last(partial(self._starter.save_snapshots, self.next_step))
 
     def _patience(self, ahead: StepsAhead) -> AbstractContextManager[CtrlC]:
         """Return a context in which a Ctrl-C waits for steps; a SIGTERM does, too, if they do not take too long."""
@@ -435,7 +421,7 @@ class TrainingLoop:
             if self.loaded.run.nonfinite != "rewind":
                 raise
             with self._guarded():
-                self._saver.settle()
+                self.saver.settle()
                 self.next_step = self._starter.go_on_after(rewound(self.loaded, error, self.next_step))
             self._ahead = None
 
@@ -454,8 +440,8 @@ class TrainingLoop:
     def _rearrange(self) -> None:
         """Go on with other actors."""
         with self._guarded():
-            self._saver.settle()
-            self.next_step = rearranged(self._starter, self._saver, self.loaded.run, self.next_step)
+            self.saver.settle()
+            self.next_step = rearranged(self._starter, self.saver, self.loaded.run, self.next_step)
         self._ahead = None
 
     def _after_this_step(self, call: Callable[[], T]) -> T:
@@ -481,7 +467,7 @@ class TrainingLoop:
             CallError: The call failed on actors that live. The job goes on.
             JobError: The job is over; or another thread takes steps, and goes on after a failure.
         """
-        if self._hand.is_midway:
+        if self._hand.midway is not None:
             return self._by_hand(call)
         alone = partial(self._alone, call, self.loaded, averaged=self.is_averaged)
         if not self.loaded.run.max_failures:
@@ -510,7 +496,7 @@ class TrainingLoop:
             if averaged or self._num_ahead or not self._training.acquire(blocking=False):
                 raise
             try:
-                self._saver.settle()
+                self.saver.settle()
                 self._starter.rebuild(self.next_step, error)
                 self._ahead = None
             finally:

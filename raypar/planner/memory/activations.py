@@ -20,8 +20,14 @@ from typing import NamedTuple
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import split_layers, transformer_costs
-from raypar.actors.specs.attention import KEPT_BYTES, LEAST, ROWS, SIDE
-from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.model import (
+    BLOCK_TOKENS,
+    BLOCKS_FROM_QUERIES,
+    BLOCKS_FROM_TOKENS,
+    GPT,
+    KEPT_SCORES_BYTES,
+    Llama,
+)
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.schedules.action import Op
@@ -72,7 +78,7 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
     on = [timeline.schedule.stages_of(rank) for rank in range(timeline.num_ranks)]
     tables = [_tables(run, model) if not apart and any(stages[stage] for stage in held) else 0 for held in on]
     parts = zip(_highest(timeline, each), _highest(timeline, scores), tables, strict=True)
-    return [tensors + min(in_blocks, KEPT_BYTES) + table for tensors, in_blocks, table in parts]
+    return [tensors + min(in_blocks, KEPT_SCORES_BYTES) + table for tensors, in_blocks, table in parts]
 
 
 def _tables(run: Run, model: GPT | Llama) -> int:
@@ -108,9 +114,11 @@ def _scores(run: Run, model: GPT | Llama, layers: range) -> StageBytes:
     plain = model.attention == "blocks" and not model.dropout and model.positions != "alibi"
     if plain and _is_narrow(model):
         return StageBytes(0, 0, 0)
-    if not plain or run.precision.is_half or S < LEAST or heads * S < ROWS:
+    if not plain or run.precision.is_half or S < BLOCKS_FROM_TOKENS or heads * S < BLOCKS_FROM_QUERIES:
         return StageBytes(0, 0, 0)
-    seen = sum((min(start + SIDE, S) - start) * min(start + SIDE, S) for start in range(0, S, SIDE))
+    seen = sum(
+        (min(start + BLOCK_TOKENS, S) - start) * min(start + BLOCK_TOKENS, S) for start in range(0, S, BLOCK_TOKENS)
+    )
     one = _FP32 * run.micro_batch_size * (model.heads / run.mesh.tensor_ranks / cp) * seen
     words = [word_of(run.recompute, range(model.layers), layer) for layer in layers]
     if run.recompute == "full":

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import has_call_hooks
 from raypar.actors.models.module_tree import modules_named
-from raypar.actors.models.plan_kinds import SHORT, kind_of
+from raypar.actors.models.own.plan_kinds import SHORT, kind_of
+from raypar.actors.models.own.user_plan import unfit
 from raypar.actors.models.skip_connections import Skipped, Skips
-from raypar.actors.models.user_plan import unfit
 from raypar.actors.tensors import Values, as_values
 from raypar.planner.operators.operator import Aim, Chain, Operator, OperatorKind
 from raypar.planner.operators.prices import Prices

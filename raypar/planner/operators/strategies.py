@@ -11,8 +11,8 @@ from math import ceil
 from typing import NamedTuple
 
 from raypar.actors.collective.routes import Placement
+from raypar.actors.models.own.plan_kinds import PASSING, Strategy, kind_text, strategy_of
 from raypar.actors.models.placed_step import FEATURES
-from raypar.actors.models.plan_kinds import PASSING, Strategy, kind_text, strategy_of
 from raypar.planner.operators.operator import Operator
 from raypar.planner.operators.prices import Prices
 

@@ -282,7 +282,7 @@ def user_tensors(run: Run, num_stages: int, skeleton: Skeleton) -> list[Stage]:
 
 def _layer(skeleton: Skeleton, index: int, mesh: Mesh) -> Iterator[Weight]:
     """Yield the trainable tensors of a layer on the first rank of a mesh, which has the first part of the experts."""
-    from raypar.actors.models.tiled import linears_of  # imports torch
+    from raypar.actors.models.tiles.tiled import linears_of  # imports torch
 
     layer, module = skeleton.model.names[index], skeleton.model.skeleton[index]
     linears = {path for path, _ in linears_of(layer, module)}

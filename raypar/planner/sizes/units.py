@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import nlargest
 from itertools import pairwise
 
-from raypar.actors.models.tile_names import tile_count
+from raypar.actors.models.tiles.tile_names import tile_count
 from raypar.planner.sizes.tensors import Stage, Weight, held_count
 
 _LARGEST = 16  # tensors of a stage whose sizes are kept

@@ -10,8 +10,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Any
 
-from raypar.actors.specs.loss_name import names_cross_entropy
-from raypar.actors.specs.types import ELEMENTS, LEARNED, TOKENS
+from raypar.actors.specs.types import ELEMENTS, LEARNED, TOKENS, names_cross_entropy
 from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.run_folder.failure_line import effective_share

@@ -10,9 +10,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import transformer_costs
-from raypar.actors.specs.model import GPT, Llama
+from raypar.actors.specs.model import GPT, Llama, RopeScaling
 from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.rope_scaling import RopeScaling
 from raypar.schedules.float_sum import float_sum
 
 _KINDS: dict[str, Any] = {"gpt": GPT, "llama": Llama}

@@ -10,7 +10,7 @@ import torch
 from raypar.actors.context_parallel.cores import context_core
 from raypar.actors.context_parallel.ring_attention import View
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.layers.attention import Core
+from raypar.actors.layers.attention.attention import Core
 from raypar.actors.layers.positions import Alibi
 from raypar.actors.specs.types import Context
 from tests.support.local_groups import local_groups

@@ -210,7 +210,7 @@ def test_gradients_of_others_are_gone_when_they_are_reduced():
 
         def looked(stage, reducer=reducer, flush=flush):
             flush(stage)
-            numbers = range(len(reducer._buckets))
+            numbers = range(len(reducer.buckets))
             kept = sum(number in reducer.sums for number in numbers)
             left.append((sum(flat is not None for flat in reducer._flats), kept, len(numbers)))
 

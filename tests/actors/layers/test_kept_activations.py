@@ -14,7 +14,9 @@ import torch
 from raypar.actors.context_parallel.cores import context_styles
 from raypar.actors.machine.device import Host
 from raypar.actors.models.build import build_model
+from raypar.actors.models.skip_connections import NO_SKIPS
 from raypar.actors.pipeline.stage import Stage
+from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.tensor_parallel.megatron import megatron_styles
 from raypar.actors.worker.build.parallelize import Parallelizer
@@ -78,7 +80,8 @@ def test_of_divided_sequences_each_member_keeps_its_part(cp, context):
         model = build_model(GPT(layers=1, hidden=H, heads=A, seq=S, vocab=7), 0)
         parallelizer = Parallelizer(model, [context_styles(context, group)])
         made = model.materialize([1], 0, parallelizer.parallelize)
-        stage = Stage(model, [1], made, device=Host(), is_last=False, recompute="none", seed=0)
+        ends = StageEnds(NO_SKIPS, takes_data=False)
+        stage = Stage(model, [1], made, Host(), ends, is_last=False, recompute="none", seed=0)
         stage.begin(train=True)
         return kept(stage, torch.randn(B, S // cp, H))
 

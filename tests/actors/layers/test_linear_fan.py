@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from raypar.actors.layers import attention_blocks as causal
-from raypar.actors.layers.attention import Attention
-from raypar.actors.layers.attention_scratch import ScratchAllocator
+from raypar.actors.layers.attention import attention_blocks as causal
+from raypar.actors.layers.attention.attention import Attention
+from raypar.actors.layers.attention.attention_scratch import ScratchAllocator
 from raypar.actors.layers.linear import Linear, SharedInputLinears, contiguous_columns
 from raypar.actors.pipeline.weight_grad import Linears
 from raypar.actors.specs.model import GPT

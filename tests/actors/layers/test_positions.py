@@ -8,12 +8,10 @@ from typing import get_args
 import pytest
 import torch
 
-from raypar.actors.layers.positions import ALPHA, Alibi, Hierarchical, Rope, Sinusoidal, alibi_slopes
-from raypar.actors.layers.rope_angles import magnitude, speeds
+from raypar.actors.layers.positions import ALPHA, Alibi, Hierarchical, Rope, Sinusoidal, alibi_slopes, magnitude, speeds
 from raypar.actors.models.build import build_model
 from raypar.actors.sharding import Pieces
-from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.rope_scaling import RopeScaling, ScalingKind
+from raypar.actors.specs.model import GPT, Llama, RopeScaling, ScalingKind
 
 EVERY = ("learned", "sinusoidal", "hierarchical", "rope", "alibi")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from raypar.actors.layers.attention import Core
+from raypar.actors.layers.attention.attention import Core
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
 from raypar.actors.specs.data import Batches

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from raypar.actors.machine.offload_storage import DeviceStorage
-from raypar.actors.models.cast import cast
+from raypar.actors.models.init.cast import cast
 from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer
 from raypar.actors.specs.optim import SGD, AdamW

@@ -73,7 +73,7 @@ def state(team):
     """All weights of replica 0, frozen ones too."""
     frozen = {}
     for rank in team.world.replica(0):
-        frozen |= {name: tensor.clone() for name, tensor in team.all[rank].member.state.fixed().items()}
+        frozen |= {name: tensor.clone() for name, tensor in team.all[rank].member.state.part.fixed().items()}
     return {name: weight.clone() for name, weight in team.weights().items()} | frozen
 
 

@@ -139,7 +139,7 @@ def test_large_gradients_are_made_where_they_are_reduced():
     layers = [(4, 1024), (1024, 1024), (1024, 4)]
     team = Team(lambda: [nn.Linear(*sizes) for sizes in layers], 1, 2, dp=2, optim=SGD(lr=1e-3))
     moved = []
-    for bucket in team.workers[0].member.parts.reducer._buckets:
+    for bucket in team.workers[0].member.parts.reducer.buckets:
 
         def spy(name, flat, bucket=bucket, move_in=bucket.move_in):
             gradient = bucket.parameters[name].grad.data_ptr()

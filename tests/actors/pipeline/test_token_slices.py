@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.actors.layers.attention import Core
+from raypar.actors.layers.attention.attention import Core
+from raypar.actors.layers.attention.token_slices import Slice, TokenSlices
 from raypar.actors.layers.positions import Alibi
-from raypar.actors.layers.token_slices import Slice, TokenSlices
 from tests.support.replicas import agrees
 from tests.support.schedules import ONE_ROW_A_RANK
 from tests.support.team import Team

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.relayout.moves import TensorMove, bytes_between, common, moves_between, volume, without
+from raypar.actors.relayout.moves import TensorMove, common, moves_between, volume, without
+from tests.support.relayouts import bytes_between
 
 WHOLE = {"w": [((0, 4), (0, 6))]}
 ROWS = [{"w": [((0, 2), (0, 6))]}, {"w": [((2, 4), (0, 6))]}]

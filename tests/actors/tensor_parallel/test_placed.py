@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.models.plan_kinds import SHORT, kind_of, kind_text
+from raypar.actors.models.own.plan_kinds import SHORT, kind_of, kind_text
 from tests.actors.tensor_parallel.test_user_plans import failed, tokens, wrong
 from tests.support.own_layers import cross_entropy, mse, team_of
 from tests.support.tensor_teams import agrees

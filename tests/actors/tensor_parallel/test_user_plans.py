@@ -11,8 +11,8 @@ from torch import nn
 
 from raypar.actors.collective.autograd import copy_to
 from raypar.actors.errors import ActionError
+from raypar.actors.models.own.user_plan import plan_faults
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.models.user_plan import plan_faults
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run

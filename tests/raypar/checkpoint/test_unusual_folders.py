@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import raypar as rp
 from raypar.actors.data.examples.example_batches import example_faults
 from raypar.actors.data.text.token_batches import text_faults
-from raypar.actors.layers.rope_angles import speeds
+from raypar.actors.layers.positions import speeds
 from raypar.checkpoint.hugging_face import export
 from raypar.config.finetuning import shortened_positions
 from raypar.config.hugging_face.config_reader import model_of_config

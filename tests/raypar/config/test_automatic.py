@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import raypar as rp
-from raypar.actors.models.plan_kinds import SHORT, kind_of
+from raypar.actors.models.own.plan_kinds import SHORT, kind_of
 from raypar.actors.models.skeleton import Skeleton
 from raypar.planner.hardware.cluster import RingRoute
 from raypar.planner.operators.chains import chains_of

@@ -103,7 +103,7 @@ def test_replicas_that_begin_unequal_are_named(kept_actors):
 def errors(monkeypatch):
     """What the errors say that a run survives; nobody waits long for an actor that was given up already."""
     said = []
-    monkeypatch.setattr("raypar.job.recover.restarts._HEARD", 1.0)
+    monkeypatch.setattr("raypar.job.recover.restarts.HEARD", 1.0)
     monkeypatch.setattr("raypar.job.recover.restarts.failure_line", lambda error: said.append(str(error)) or said[-1])
     return said
 

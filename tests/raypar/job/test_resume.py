@@ -137,7 +137,7 @@ def test_replicas_go_on_bitwise(job_of, tmp_path, changes):
 
 def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_path, caplog):
     *_, job = trained
-    real = job._loop._saver
+    real = job._loop.saver
     monkeypatch.setattr(real, "_run", replace(job.run, folder=str(tmp_path), steps=100))
     calls = job._loop.loaded.calls
     beside = calls.beside

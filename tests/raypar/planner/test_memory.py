@@ -10,7 +10,7 @@ import torch
 
 from raypar.actors.machine import this_machine as host
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.models.cast import cast
+from raypar.actors.models.init.cast import cast
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Llama

@@ -11,7 +11,7 @@ import pytest
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.build import build_model
-from raypar.actors.models.tiled import tiled_model
+from raypar.actors.models.tiles.tiled import tiled_model
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE

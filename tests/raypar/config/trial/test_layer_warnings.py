@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.models import unregistered
+from raypar.actors.models.init import unregistered
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers

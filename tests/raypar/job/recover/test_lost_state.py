@@ -84,7 +84,7 @@ def test_a_checkpoint_that_was_lost_with_an_actor_is_saved_again(tmp_path):
     run = replace(RUN, folder=str(tmp_path / "run"), save_every=2, steps=3)
     with rp.launch(run) as job:
         job.train(2)
-        job._loop._saver.settle()
+        job._loop.saver.settle()
         lost = job.saved
         shutil.rmtree(lost)  # as if the actor had died while it wrote
         end_of(job)

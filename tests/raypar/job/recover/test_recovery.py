@@ -62,7 +62,7 @@ def test_kills_and_an_exception_change_no_bit(undisturbed, kept_actors):
 @pytest.mark.long
 def test_a_stopped_actor_is_replaced(undisturbed, monkeypatch, kept_actors):
     monkeypatch.setattr("raypar.cluster.calls.deadline._LOST", 3.0)
-    monkeypatch.setattr("raypar.job.recover.restarts._HEARD", 1.0)
+    monkeypatch.setattr("raypar.job.recover.restarts.HEARD", 1.0)
     disturbed = trained(RUN, [rp.chaos.stop("pp=0", at="0B0", step=5)])
     assert alike(disturbed, undisturbed)
     assert disturbed[2][0].replaced == ("pp=0",)

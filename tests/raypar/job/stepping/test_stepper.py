@@ -431,19 +431,19 @@ def test_ctrl_c_while_a_step_is_taken_back(hands, undo):
     hands = hands("gpipe")
     stepper = hands.stepper()
     stepper.run(8)
-    told = stepper._calls.all
+    told = hands.calls.all
 
     def interrupted(method, *args, what):
         answers = told(method, *args, what=what)
         os.kill(os.getpid(), signal.SIGINT)
         return answers
 
-    stepper._calls.all = interrupted
+    hands.calls.all = interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             getattr(stepper, undo)()
     finally:
-        stepper._calls.all = told
+        hands.calls.all = told
     assert stepper.midway == (undo == "rewind")
     if undo == "rewind":
         assert stepper.done == ()

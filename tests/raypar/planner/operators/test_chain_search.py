@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.models.plan_kinds import kind_of, strategy_of
+from raypar.actors.models.own.plan_kinds import kind_of, strategy_of
 from raypar.planner.hardware.cluster import RingRoute
 from raypar.planner.operators.chains import cheapest
 from raypar.planner.operators.operator import Operator

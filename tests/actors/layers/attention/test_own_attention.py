@@ -16,8 +16,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import raypar as rp
 from raypar.actors.errors import MaskError
-from raypar.actors.layers.chunked_attention import _Chunked
-from raypar.actors.layers.flex_attention import by_torch
+from raypar.actors.layers.attention.chunked_attention import _Chunked
+from raypar.actors.layers.attention.flex_attention import by_torch
 from tests.support.layouts import verdict_of
 
 MASKS = {"causal": rp.masks.causal, "every": rp.masks.every, "window": rp.masks.sliding_window(3)}
@@ -134,7 +134,7 @@ def test_masks_that_are_none_are_told(mask, told):
 
 def test_a_chunk_is_all_that_is_held(monkeypatch):
     """The largest tensor of scores has chunk x chunk pairs, and chunks that nobody sees are left out."""
-    from raypar.actors.layers import chunked_attention
+    from raypar.actors.layers.attention import chunked_attention
 
     shapes, scores = [], chunked_attention._scores
     monkeypatch.setattr(chunked_attention, "_scores", lambda *args: shapes.append(args[2].shape) or scores(*args))

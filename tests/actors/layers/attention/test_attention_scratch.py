@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from raypar.actors.layers import attention_blocks as causal
-from raypar.actors.layers.attention_scratch import ScratchAllocator, Size, SoftmaxMemory
+from raypar.actors.layers.attention import attention_blocks as causal
+from raypar.actors.layers.attention.attention_scratch import ScratchAllocator, Size, SoftmaxMemory
 from raypar.actors.models.build import build_model
 from raypar.config.recipes import recipe
 from tests.support.causal import B, N, S, attend, d, one_thread, trained, values  # noqa: F401

@@ -13,9 +13,9 @@ from torch import nn
 
 from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.models import unregistered
-from raypar.actors.models.unregistered import Borrowed, borrowed
-from raypar.actors.models.user_layers import LayersModel
+from raypar.actors.models.init import unregistered
+from raypar.actors.models.init.unregistered import Borrowed, borrowed
+from raypar.actors.models.own.user_layers import LayersModel
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run

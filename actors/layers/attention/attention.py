@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from raypar.actors.autograd.recompute import SelectiveRecompute, drawn_again, rerun
 from raypar.actors.autograd.torch_private import keeps_attention_scores
-from raypar.actors.layers import attention_blocks
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
-from raypar.actors.layers.attention_scratch import ScratchAllocator
+from raypar.actors.layers.attention import attention_blocks
+from raypar.actors.layers.attention.attention_scratch import ScratchAllocator
+from raypar.actors.layers.attention.kv_cache import CachedSequences, Incremental, attend_to_cache
+from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.dropout import sharded_dropout
-from raypar.actors.layers.kv_cache import CachedSequences, Incremental, attend_to_cache
 from raypar.actors.layers.linear import SharedInputLinears, linear_of
 from raypar.actors.layers.masks import sliding_window
 from raypar.actors.layers.positions import Alibi, Rope
-from raypar.actors.layers.token_slices import TokenSlices
 from raypar.actors.sharding import Pieces, Sharding
 from raypar.actors.specs.model import AttentionKind, Transformer
 from raypar.actors.tensors import Values, bent, in_fp32

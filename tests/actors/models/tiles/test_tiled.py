@@ -8,7 +8,7 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.checkpoint.assembler import ShardFolder
-from raypar.actors.models.tile_names import tile_of, untiled
+from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.checkpoint.manifest import manifest_of
 from raypar.errors import ConfigError
 from raypar.planner.resource_needs import counts_of

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn.init import orthogonal_, trunc_normal_  # users import them by name
 
-from raypar.actors.models.deferred_init import record, seeded
-from raypar.actors.models.user_layers import LayersModel
+from raypar.actors.models.init.deferred_init import record, seeded
+from raypar.actors.models.own.user_layers import LayersModel
 from raypar.actors.rng import derive
 from raypar.actors.specs.model import Layers
 from tests.support.own_layers import own_generator

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from raypar.actors.layers import attention
-from raypar.actors.layers.attention import Core
+from raypar.actors.layers.attention import attention
+from raypar.actors.layers.attention.attention import Core
 from raypar.actors.layers.positions import Alibi
 
 

@@ -1,4 +1,7 @@
-"""Find tensors that modules use without registering them: in lists, closures, hooks, or modules inside of these."""
+"""Find tensors that modules use without registering them: in lists, closures, hooks, or modules inside of these.
+
+And plain attributes of modules, which no checkpoint saves.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from raypar.actors.autograd.torch_private import has_gradient_hooks, storage_id
-from raypar.actors.models.deferred_init import slots_of
+from raypar.actors.autograd.torch_private import has_gradient_hooks, num_writes, storage_id
+from raypar.actors.models.init.deferred_init import slots_of
 
 _MOST = 1_000_000  # most Python objects to search: this takes about a second
 _FIRST = (nn.Module, Tensor, FunctionType, MethodType, CellType)  # they are searched before all others
@@ -309,3 +312,27 @@ def _globals_of(function: FunctionType) -> Iterator[Any]:
 def _root(module: object) -> str:
     """Return the name of the package that a module belongs to."""
     return str(module).partition(".")[0]
+
+
+def plain_attributes(names: Sequence[str], layers: Sequence[nn.Module]) -> Iterator[tuple[str, object]]:
+    """Yield the plain attributes of the user's own modules, which are neither parameters nor buffers.
+
+    Args:
+        names: The names of the layers.
+        layers: The layers.
+
+    Yields:
+        The name of each number, text or tensor, and its value; a tensor's value is its id and how often it was written
+        to.
+    """
+    for layer, module in zip(names, layers, strict=True):
+        for path, part in module.named_modules(prefix=layer):
+            if type(part).__module__.startswith(("torch.", "raypar.")):
+                continue
+            for name, value in vars(part).items():
+                if name.startswith("_") or name in ("training",):
+                    continue
+                if isinstance(value, Tensor):
+                    yield f"{path}.{name}", (id(value), num_writes(value))
+                elif isinstance(value, int | float | str):
+                    yield f"{path}.{name}", value

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from raypar.actors.layers import attention_blocks as causal
-from raypar.actors.layers.attention import Core
+from raypar.actors.layers.attention import attention_blocks as causal
+from raypar.actors.layers.attention.attention import Core
 from raypar.actors.layers.positions import Alibi
 from tests.support.causal import B, N, S, attend, d, one_thread, trained, values  # noqa: F401
 from tests.support.counted import threads

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from raypar.actors.layers.linear import Linear
 from raypar.actors.models.base import Model
 from raypar.actors.models.module_tree import replace_modules
-from raypar.actors.models.tile_names import tile_count, tile_name
+from raypar.actors.models.tiles.tile_names import tile_count, tile_name
 
 
 class TiledLinear(nn.Module):

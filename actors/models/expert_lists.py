@@ -1,14 +1,16 @@
-"""The parallel style of experts: each actor keeps some of a layer's experts."""
+"""Lists of experts in a layer: the parallel style that divides them over actors, and a record of their calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.expert_parallel.exchange import ExpertShard
+from raypar.actors.expert_parallel.experts import DividedExperts, run_experts
+from raypar.actors.models.module_tree import replace_modules
 from raypar.actors.models.parallel_style import Applied, ParallelStyle
 from raypar.actors.sharding import Pieces
 
@@ -44,3 +46,32 @@ class ExpertParallel(ParallelStyle):
         module._modules.clear()  # the replacement gets the modules that are left here
         shard = ExpertShard(own, order, self.group, self.holders, self.tokens, self.shadows, self.rounds)
         return Applied(shard)
+
+
+class _Noted(DividedExperts):
+    """A list of experts that notes its calls."""
+
+    def __init__(self, name: str, experts: nn.ModuleList, calls: list[str]) -> None:
+        super().__init__({str(number): expert for number, expert in enumerate(experts)})
+        self._name, self._calls = name, calls
+
+    def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        self._calls.append(self._name)
+        return run_experts(x_TD, nn.ModuleList(self.values()), chosen_TK, gates_TK)
+
+
+def note_calls(layer: nn.Module, lists: Mapping[str, str], calls: list[str]) -> None:
+    """Let a layer's lists of experts note their calls.
+
+    Args:
+        layer: The layer, with weights. It is changed.
+        lists: The name of each list inside the layer, by its logical name.
+        calls: Each call appends the list's logical name here.
+    """
+    noted = dict[nn.Module, nn.Module]()
+    for name, inner in lists.items():
+        experts = layer.get_submodule(inner)
+        assert isinstance(experts, nn.ModuleList)
+        noted[experts] = _Noted(name, experts, calls)
+        experts._modules.clear()  # the replacement gets the modules that are left here
+    replace_modules(layer, noted)

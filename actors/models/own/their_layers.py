@@ -97,30 +97,22 @@ def rope_types(config: Mapping[str, Any]) -> set[str]:
     return {str(one.get("rope_type", one.get("type"))) for one in tables}
 
 
-class _Given(nn.Module):
-    """Replaces the first block, and returns the output of the layer before: (B, S, D).
+class _Bypass(nn.Module):
+    """Replaces a block that another layer computes, and returns its input, or ``held`` if that is set: (B, S, D).
 
-    This drops whatever the model does with embeddings before its blocks, because the first layer has done it.
+    As the first block it returns the output of the layer before. This drops whatever the model does with embeddings
+    before its blocks, because the first layer has done it.
     """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        _like(self, block)
+        for name, value in vars(block).items():  # the model chooses the mask by plain attributes of a block
+            if isinstance(value, _PLAIN) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
         self.held: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
         return hidden_states if self.held is None else self.held
-
-
-class _Passed(nn.Module):
-    """Replaces a block that another layer computes: returns its input."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        _like(self, block)
-
-    def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
-        return hidden_states
 
 
 class _Piece(nn.Module):
@@ -138,9 +130,7 @@ class _Piece(nn.Module):
         blocks = list(base.get_submodule(parts.blocks))
         self._is_head, self._is_first = index == len(blocks), index == 0
         self._prefix, self._blocks = prefix, f"{prefix}.{parts.blocks}"
-        others: list[nn.Module] = [block if at == index else _Passed(block) for at, block in enumerate(blocks)]
-        if not self._is_first:
-            others[0] = _Given(blocks[0])
+        others: list[nn.Module] = [block if at == index else _Bypass(block) for at, block in enumerate(blocks)]
         changes: dict[str, nn.Module] = {parts.blocks: nn.ModuleList(others)}
         if not self._is_first:
             changes[parts.embedding] = nn.Identity()
@@ -160,23 +150,17 @@ class _Piece(nn.Module):
         if self._is_first:
             out: Tensor = self.net.get_submodule(self._prefix)(input_ids=x, use_cache=False).last_hidden_state
             return out
-        given = self._given
-        given.held = x
+        first = self.net.get_submodule(f"{self._blocks}.0")
+        assert isinstance(first, _Bypass)
+        first.held = x
         try:
             if self._is_head:
                 out = self.net(inputs_embeds=x, use_cache=False).logits
             else:
                 out = self.net.get_submodule(self._prefix)(inputs_embeds=x, use_cache=False).last_hidden_state
         finally:
-            given.held = None
+            first.held = None
         return out
-
-    @property
-    def _given(self) -> _Given:
-        """The module that replaces the first block."""
-        given = self.net.get_submodule(f"{self._blocks}.0")
-        assert isinstance(given, _Given)
-        return given
 
 
 def _grows(module: nn.Module) -> bool:
@@ -201,13 +185,6 @@ def _shell(module: nn.Module, changes: Mapping[str, nn.Module]) -> nn.Module:
         vars(made)[name] = dict(vars(module)[name])
     vars(made)["_modules"] = {**module._modules, **changes}
     return made
-
-
-def _like(module: nn.Module, block: nn.Module) -> None:
-    """Give a module the plain attributes of a block, from which the model chooses the mask."""
-    for name, value in vars(block).items():
-        if isinstance(value, _PLAIN) and not name.startswith("_") and name != "training":
-            setattr(module, name, value)
 
 
 def plan_of(config: Any) -> dict[str, str]:

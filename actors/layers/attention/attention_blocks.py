@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from raypar.actors.layers.attention_scratch import HeadGroup, ScratchAllocator, Size
+from raypar.actors.layers.attention.attention_scratch import HeadGroup, Heads, ScratchAllocator, Size
 from raypar.actors.layers.linear import of_intel, undisturbed
-from raypar.actors.specs.attention import LEAST, ROWS
+from raypar.actors.specs.model import BLOCKS_FROM_QUERIES, BLOCKS_FROM_TOKENS
 
 # Scores in a block, 512 KiB. A backward uses two such tensors (softmax and its gradient), which fit in 1 MiB of cache.
 _BLOCK_SCORES = 1 << 17
@@ -35,8 +35,8 @@ def suits_blocks(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor) -> bool:
         v_BKSd: Values.
     """
     return (
-        q_BNSd.shape[2] == k_BKSd.shape[2] >= LEAST
-        and q_BNSd.shape[1] * q_BNSd.shape[2] >= ROWS
+        q_BNSd.shape[2] == k_BKSd.shape[2] >= BLOCKS_FROM_TOKENS
+        and q_BNSd.shape[1] * q_BNSd.shape[2] >= BLOCKS_FROM_QUERIES
         and all(x.dtype == torch.float32 and x.device.type == "cpu" for x in (q_BNSd, k_BKSd, v_BKSd))
         and undisturbed(q_BNSd)
         and (math.prod(q_BNSd.shape[1:]) >= _OF_INTEL or not of_intel())
@@ -81,12 +81,11 @@ class _Causal(torch.autograd.Function):
         groups, size = _some_heads(q_BNSd, k_BKSd)
         waits = any(ctx.needs_input_grad)
         with scratch.working(q_BNSd, size) as near:
-            q, k, v = near.q.grouped(q_BNSd), near.k.grouped(k_BKSd), near.v.grouped(v_BKSd)
+            inputs = _grouped((near.q, near.k, near.v), (q_BNSd, k_BKSd, v_BKSd))
             seen = near.made.grouped(seen_BNSd)
             for group in groups:
-                near.q.fetch(q, group)
-                near.k.fetch(k, group)
-                near.v.fetch(v, group)
+                for heads, x_BKSRd in inputs:
+                    heads.fetch(x_BKSRd, group)
                 kept = scratch.softmax(q_BNSd, size) if waits else None
                 for i, block in enumerate(near.blocks):
                     block.look(kept.scores[i] if kept else block.scores)
@@ -99,27 +98,28 @@ class _Causal(torch.autograd.Function):
         """Compute the gradients of q, k and v. Raises RuntimeError if gradients of gradients are wanted."""
         if torch.is_grad_enabled():  # a second differentiation would take these gradients for constants
             raise RuntimeError("attention in blocks has no gradients of gradients: use attention='materialised'")
-        q_BNSd, k_BKSd, v_BKSd = saved = ctx.saved_tensors
-        dq_BNSd, dk_BKSd, dv_BKSd = _gradients_of(saved)
-        groups, size = _some_heads(q_BNSd, k_BKSd)
+        saved = ctx.saved_tensors
+        gradients = _gradients_of(saved)
+        groups, size = _some_heads(*saved[:2])
         every, ctx.kept = ctx.kept, [None] * len(groups)  # a second backward of a retained graph recomputes
-        with ctx.scratch.working(q_BNSd, size) as near:
-            q, k, v = near.q.grouped(q_BNSd), near.k.grouped(k_BKSd), near.v.grouped(v_BKSd)
-            dq, dk, dv = near.made.grouped(dq_BNSd), near.dk.grouped(dk_BKSd), near.dv.grouped(dv_BKSd)
-            gradient = near.gradient.grouped(gradient_BNSd)
+        with ctx.scratch.working(saved[0], size) as near:
+            inputs = _grouped((near.q, near.k, near.v, near.gradient), (*saved, gradient_BNSd))
+            results = _grouped((near.made, near.dk, near.dv), gradients)
             for group, kept in zip(groups, every, strict=True):
-                near.q.fetch(q, group)
-                near.k.fetch(k, group)
-                near.v.fetch(v, group)
-                near.gradient.fetch(gradient, group)
+                for heads, x_BKSRd in inputs:
+                    heads.fetch(x_BKSRd, group)
                 for i, block in reversed(list(enumerate(near.blocks))):  # the last one sees all keys: sets dk, dv
                     block.back(kept.scores[i].whole if kept else block.weights(block.scores))
-                near.made.put_back(dq, group)
-                near.dk.put_back(dk, group)
-                near.dv.put_back(dv, group)
+                for heads, x_BKSRd in results:
+                    heads.put_back(x_BKSRd, group)
                 if kept:
                     ctx.scratch.free(kept)
-        return dq_BNSd, dk_BKSd, dv_BKSd, None
+        return *gradients, None
+
+
+def _grouped(copies: Sequence[Heads], tensors: Sequence[Tensor]) -> list[tuple[Heads, Tensor]]:
+    """Return each copy of some heads with the view of its tensor that ``fetch`` and ``put_back`` take."""
+    return [(heads, heads.grouped(x)) for heads, x in zip(copies, tensors, strict=True)]
 
 
 def _some_heads(q_BNSd: Tensor, k_BKSd: Tensor) -> tuple[list[HeadGroup], Size]:

@@ -14,8 +14,8 @@ from torch import nn
 from raypar.actors.autograd.torch_private import has_gradient_hooks
 from raypar.actors.models.base import TensorPlan
 from raypar.actors.models.module_tree import matches_pattern, modules_named, names_near
+from raypar.actors.models.own.plan_kinds import KINDS, PlanKind, kind_of
 from raypar.actors.models.placed_step import FEATURES
-from raypar.actors.models.plan_kinds import KINDS, PlanKind, kind_of
 from raypar.schedules.nearest_name import nearest
 
 _TRIED = 20  # plans that are tried for a message

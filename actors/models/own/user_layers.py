@@ -18,10 +18,10 @@ from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.errors import blame
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.models.base import Model, Parallelize, unsharded
-from raypar.actors.models.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
-from raypar.actors.models.module_source_lines import made_at, noted_lines
-from raypar.actors.models.unregistered import demand_real, has_strays
-from raypar.actors.models.user_plan import tensor_plan_of
+from raypar.actors.models.init.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
+from raypar.actors.models.init.unregistered import demand_real, has_strays
+from raypar.actors.models.own.module_source_lines import made_at, noted_lines
+from raypar.actors.models.own.user_plan import tensor_plan_of
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
@@ -126,8 +126,7 @@ class LayersModel(Model):
         """Read this actor's part of a weight from the folder."""
         assert self._folder is not None
         part = torch.empty(shard.shape, dtype=tensor.dtype)
-        originals = {copy: original for original, copy in self.ties}
-        self._folder.fill(originals.get(name, name), part, shard)
+        self._folder.fill(self.originals.get(name, name), part, shard)
         return part
 
     def note(self, layer: int, error: Exception) -> str:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from raypar.actors.layers.chunked_attention import chunked_attention, demand_fitting_shapes
+from raypar.actors.layers.attention.chunked_attention import chunked_attention, demand_fitting_shapes
 from raypar.actors.layers.masks import Mask, MaskMod, causal, demand_mask, is_mask_mod
 
 _LEAST_WIDTH = 16  # narrowest head for which torch's kernel can be compiled

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from raypar.actors.autograd.torch_private import softmax_gradient_
-from raypar.actors.specs.attention import KEPT_BYTES, SIDE
+from raypar.actors.specs.model import BLOCK_TOKENS, KEPT_SCORES_BYTES
 
 _LINE = 16  # float32s in a cache line: a product may sum in another order if its memory starts elsewhere in a line
 
@@ -36,7 +36,7 @@ class Size(NamedTuple):
     @property
     def spans(self) -> list[Span]:
         """The range of tokens of each block of queries."""
-        return [(start, min(start + SIDE, self.S)) for start in range(0, self.S, SIDE)]
+        return [(start, min(start + BLOCK_TOKENS, self.S)) for start in range(0, self.S, BLOCK_TOKENS)]
 
     @property
     def scores(self) -> list[int]:
@@ -151,7 +151,7 @@ class Scratch:
         self.k, self.v, self.dk, self.dv = (Heads(like, size, 1, whole) for _ in range(4))
         self.made = Heads(like, size, shared, size.spans)  # products write faster to dense memory
         common, slopes = like.new_empty(max(size.scores)), like.new_empty(max(size.scores))
-        later = like.new_full((SIDE, SIDE), -math.inf).triu_(1).repeat_interleave(shared, 0)
+        later = like.new_full((BLOCK_TOKENS, BLOCK_TOKENS), -math.inf).triu_(1).repeat_interleave(shared, 0)
         self.blocks: list[QueryRange] = []
         for (start, stop), made in zip(size.spans, self.made.rows, strict=True):
             queries = slice(start * shared, stop * shared)
@@ -168,24 +168,22 @@ class Scratch:
             )
 
 
-def all_scores(like: Tensor, size: Size) -> list[Scores]:
-    """Allocate memory for the scores of every block. Each block's part starts on a cache line."""
-    sizes = [-(-count // _LINE) * _LINE for count in size.scores]
-    pieces = like.new_empty(sum(sizes)).split(sizes)
-    return [_scores(piece, size, *span) for piece, span in zip(pieces, size.spans, strict=True)]
-
-
 def _scores(memory: Tensor, size: Size, start: int, stop: int) -> Scores:
     whole_nQT = memory[: size.n * (stop - start) * size.R * stop].view(size.n, (stop - start) * size.R, stop)
     return Scores(whole_nQT, whole_nQT[:, :, start:])
 
 
 class SoftmaxMemory:
-    """Memory that keeps the softmax of a group of heads, block by block, from the forward to the backward."""
+    """Memory that keeps the softmax of a group of heads from the forward to the backward.
+
+    Each block's part starts on a cache line.
+    """
 
     def __init__(self, like: Tensor, size: Size) -> None:
         self.size, self.bytes = size, like.itemsize * sum(size.scores)
-        self.scores: list[Scores] = all_scores(like, size)
+        padded = [-(-count // _LINE) * _LINE for count in size.scores]
+        parts = like.new_empty(sum(padded)).split(padded)
+        self.scores = [_scores(part, size, *span) for part, span in zip(parts, size.spans, strict=True)]
 
 
 class ScratchAllocator:
@@ -198,7 +196,7 @@ class ScratchAllocator:
         budget: Bytes of kept softmaxes, at most.
     """
 
-    def __init__(self, budget: int = KEPT_BYTES) -> None:
+    def __init__(self, budget: int = KEPT_SCORES_BYTES) -> None:
         self._budget = budget
         self._scratch: list[Scratch] = []
         self._free: list[SoftmaxMemory] = []

@@ -1,0 +1,1 @@
+"""Tiles: linear layers that are computed in pieces."""
