@@ -62,6 +62,18 @@ def changed(run: Any, path: str, value: Any) -> Any:
     return replace(run, **{head: changed(getattr(run, head), rest, value) if rest else value})
 
 
+def value_at(part: Any, path: str) -> Any:
+    """Return the value of a field or property, as ``mesh.tp``, None if a part has no such field.
+
+    Args:
+        part: The dataclass, such as a run.
+        path: Path of the field.
+    """
+    for name in path.split("."):
+        part = getattr(part, name, None)
+    return part
+
+
 def _field_of(run: Run, path: str) -> str:
     """Return the path of a field, given that of an item of its tuple or dictionary."""
     part: Any = run
@@ -76,10 +88,8 @@ def _field_of(run: Run, path: str) -> str:
 
 def _sound(run: Run, path: str) -> tuple[Any, Any] | None:
     """Return two valid values of a field, the default first; None if they are not known."""
-    part: Any = run
-    *heads, name = path.split(".")
-    for head in heads:
-        part = getattr(part, head)
+    head, _, name = path.rpartition(".")
+    part = value_at(run, head) if head else run
     field = {one.name: one for one in fields(part)}.get(name)
     if field is None or (field.default is MISSING and field.default_factory is MISSING):
         return None

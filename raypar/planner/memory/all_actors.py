@@ -10,14 +10,13 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.planner.memory.activations import most_kept
-from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.memory.worker import (
     WORKING_OF,
     ActorMemory,
     ParameterCounts,
     element_bytes,
     offloaded_bytes,
-    process_bytes,
+    process_and_snapshots,
     saved_bytes,
     states_of,
     worker_memory,
@@ -42,8 +41,7 @@ def server_memory(run: Run, world: World, counts: ParameterCounts, process: int 
     """
     if not world.servers:
         return []
-    each, servers, (snapshots, copies) = element_bytes(run), world.servers, snapshot_counts(run)
-    device, found = device_kind(run.device), []
+    each, servers, found = element_bytes(run), world.servers, []
     for count, state in zip(counts.held, states_of(run, counts), strict=True):
         share, optimizer = -(-count // servers), each.state * -(-state // servers)
         saved = saved_bytes(each, share, optimizer)
@@ -53,9 +51,7 @@ def server_memory(run: Run, world: World, counts: ParameterCounts, process: int 
                 each.gradient * share,
                 optimizer,
                 0,
-                process=process_bytes(device) if process is None else process,
-                snapshots=snapshots * saved,
-                copies=copies * saved,
+                **process_and_snapshots(run, saved, process),
             )
         )
     return found
@@ -70,7 +66,7 @@ def expert_memory(
     """
     if (own := counts.apart) is None:
         return []
-    each, (snapshots, copies) = element_bytes(run), snapshot_counts(run)
+    each = element_bytes(run)
     kept = [None] * len(own.held) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline, apart=True)
     stays, device, found = world.offload == "none", device_kind(run.device), []
     for count, state, rows in zip(own.held, states_of(run, own), kept, strict=True):
@@ -82,11 +78,9 @@ def expert_memory(
                 gradients=each.gradient * count if stays else 0,
                 optimizer=optimizer if stays else 0,
                 activations=rows,
-                process=process_bytes(device) if process is None else process,
                 working=round(WORKING_OF[device] * (rows or 0)),
                 offloaded=offloaded_bytes(world, each, count, weights, optimizer),
-                snapshots=snapshots * saved,
-                copies=copies * saved,
+                **process_and_snapshots(run, saved, process),
             )
         )
     return found

@@ -141,6 +141,18 @@ def process_bytes(device: DeviceKind) -> int:
     return _PROCESS_WITH_CUDA if device == "cpu" and torch_has_cuda() else _PROCESS_OF[device]
 
 
+def process_and_snapshots(run: Run, saved: int, process: int | None) -> dict[str, int]:
+    """Return the bytes of an actor's process, and of its snapshots and their copies, by the fields of ``ActorMemory``.
+
+    Args:
+        run: The run.
+        saved: Bytes of a snapshot.
+        process: Bytes of the process without a run, if they were measured.
+    """
+    (snapshots, copies), usual = snapshot_counts(run), process_bytes(device_kind(run.device))
+    return {"process": usual if process is None else process, "snapshots": snapshots * saved, "copies": copies * saved}
+
+
 @dataclass(frozen=True)
 class ElementBytes:
     """Bytes of one element by what it is.
@@ -272,7 +284,7 @@ def worker_memory(
     versions = most_versions(schedule)  # of a stage, the only one of its rank if it has more than one
     bucket = int(run.bucket_mb * 2**20)
     buckets_of = [BucketBytes(world, counts.units, schedule.rows[row], each.gradient, bucket) for row in rows]
-    found, (snapshots, copies) = [], snapshot_counts(run)
+    found = []
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
         in_buckets = buckets_of[rank].has_buckets
@@ -297,13 +309,11 @@ def worker_memory(
                 gathered=gathered,
                 versions=(versions[rank] - 1) * each.weight * count,
                 buckets=buckets,
-                process=process_bytes(device) if process is None else process,
                 working=_working(device, activations[rows[rank]] or 0, uneven[rows[rank]]),
                 twice=gradients if waits else 0,
                 shared=shared if device == "cpu" else 0,
                 offloaded=offloaded_bytes(world, each, own, kept, optimizer),
-                snapshots=snapshots * saved,
-                copies=copies * saved,
+                **process_and_snapshots(run, saved, process),
             )
         )
     return found

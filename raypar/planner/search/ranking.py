@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.recompute import Word
@@ -121,16 +121,16 @@ def ranked(
         software: What the program does with its messages.
         price: Predicts a step on the devices themselves, which were calibrated; None: data sheets predict all.
     """
-    search = _Search(run, model, cluster, space, software)
+    search = _Search(model, cluster, space, software)
     for mesh in meshes(run, model, cluster.size, cluster.each_node, space):
         for plain in runs_on(run, model, mesh, space):
             search.look_at(plain)
     fits = search.fits
     if cluster.num_racks > 1:
-        fits = [_placed(one, model, cluster, software) for one in fits]
+        fits = [*map(search.on_racks, fits)]
     fits.sort(key=lambda one: one.seconds)
     known = [] if price is None else _priced(fits, price)
-    best = tuple(known) or _best(fits, model, cluster, space, software)
+    best = tuple(known) or search.best(fits)
     near = [*search.near(best[0])] if best else []
     known = [one for one in near if one.simulated is not None and one.seconds < (1 - ALIKE) * best[0].seconds]
     if known:  # faster with more sparing, as ZeRO 3 is where its gathers hide better than an update's
@@ -159,41 +159,41 @@ def _priced(fits: Sequence[Candidate], price: Price) -> list[Candidate]:
     return sorted(best, key=lambda one: one.seconds)
 
 
+@dataclass
 class _Search:
     """The layouts that fit, of those that were looked at.
 
-    Args:
-        run: The run.
-        model: Its model.
+    Attributes:
+        model: The model.
         cluster: The cluster.
         space: What to choose from.
         software: What the program does with its messages.
-
-    Attributes:
         fits: The candidates that fit.
         least: The candidate that needs least memory.
-        room: Bytes that an actor may take.
         looked: Number of layouts that were looked at.
     """
 
-    def __init__(self, run: Run, model: GPT | Llama, cluster: Cluster, space: Space, software: Software) -> None:
-        self._model = model
-        self._cluster = cluster
-        self._space = space
-        self._software = software
-        self.fits: list[Candidate] = []
-        self.least: Candidate | None = None
-        self.looked = 0
-        self.room = ROOM * cluster.device.memory
+    model: GPT | Llama
+    cluster: Cluster
+    space: Space
+    software: Software = RAYPAR
+    fits: list[Candidate] = field(default_factory=list)
+    least: Candidate | None = None
+    looked: int = 0
+
+    @property
+    def room(self) -> float:
+        """Bytes that an actor may take."""
+        return ROOM * self.cluster.device.memory
 
     def look_at(self, plain: Run) -> None:
         """Add a run with the ways of sparing memory that fit, each faster than those that spare less."""
-        ways = [*sparing(plain, self._model, self._space)]
+        ways = [*sparing(plain, self.model, self.space)]
         if not self._fits(ways[-1]):
             return
         fastest = float("inf")
         for spared in ways:
-            paper = self._paper(spared)
+            paper = self.paper(spared)
             self.looked += 1
             need = need_of(paper)
             if need.bytes > self.room:
@@ -207,8 +207,8 @@ class _Search:
 
     def near(self, one: Candidate) -> Iterator[Candidate]:
         """Yield a candidate with every other way of sparing memory that fits."""
-        for spared in sparing(one.run, self._model, self._space):
-            paper = StepModel(spared, self._model, self._cluster, one.order, self._software)
+        for spared in sparing(one.run, self.model, self.space):
+            paper = self.paper(spared, one.order)
             if spared != one.run and (need := need_of(paper)).bytes <= self.room:
                 seconds = None if one.simulated is None or one.calibrated else simulated(paper)
                 yield Candidate(spared, predicted(paper), need, one.order, seconds)
@@ -216,67 +216,68 @@ class _Search:
     def _fits(self, sparest: Run) -> bool:
         """Return whether a run fits; remember it if none needed less."""
         self.looked += 1
-        paper = self._paper(sparest)
+        paper = self.paper(sparest)
         need = need_of(paper)
         if self.least is None or need.bytes < self.least.need.bytes:
             self.least = Candidate(sparest, predicted(paper), need)
         return need.bytes <= self.room
 
-    def _paper(self, run: Run) -> StepModel:
-        return StepModel(run, self._model, self._cluster, LADDER, self._software)
+    def paper(self, run: Run, order: Order = LADDER) -> StepModel:
+        """Return a run on the cluster on paper."""
+        return StepModel(run, self.model, self.cluster, order, self.software)
 
+    def on_racks(self, one: Candidate) -> Candidate:
+        """Return a candidate in the faster of the two orders in which ranks fill racks."""
+        other = predicted(self.paper(one.run, RACKS))
+        return replace(one, step=other, order=RACKS) if other.seconds < one.step.seconds else one
 
-def _placed(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Software) -> Candidate:
-    """Return a candidate in the faster of the two orders in which ranks fill racks."""
-    other = predicted(StepModel(one.run, model, cluster, RACKS, software))
-    return replace(one, step=other, order=RACKS) if other.seconds < one.step.seconds else one
+    def best(self, fits: Sequence[Candidate]) -> tuple[Candidate, ...]:
+        """Return the best candidate of each mesh, the fastest first; those at the head are simulated.
 
+        Args:
+            fits: All candidates, the fastest first.
+        """
+        families = dict[tuple[object, ...], Candidate]()
+        for one in fits:
+            families.setdefault(one.family, one)
+        best = [*families.values()]
+        if "none" in self.space.recompute:
+            best = [*map(self._keeping_more, best)]
+        best.sort(key=lambda one: one.seconds)
+        known = list[Candidate]()
+        for one in best[:_MOST_HEAD]:
+            if len(known) >= _SIMULATED and one.seconds >= min(each.seconds for each in known):
+                break  # in closed form it is no faster than the fastest one of those that were simulated
+            if most_simulated(one.run) > _MOST_SIMULATED:
+                break
+            known.append(replace(one, simulated=simulated(self.paper(one.run, one.order))))
+        if len(known) < min(_SIMULATED, len(best)):
+            return tuple(best)  # simulated ones are compared with simulated ones
+        return tuple(sorted((*known, *best[len(known) :]), key=lambda one: one.seconds))
 
-def _best(
-    fits: list[Candidate], model: GPT | Llama, cluster: Cluster, space: Space, software: Software
-) -> tuple[Candidate, ...]:
-    """Return the best candidate of each mesh, the fastest first; those at the head are simulated."""
-    families = dict[tuple[object, ...], Candidate]()
-    for one in fits:
-        families.setdefault(one.family, one)
-    best = [*families.values()]
-    if "none" in space.recompute:
-        best = [_keeping_more(one, model, cluster, software) for one in best]
-    best.sort(key=lambda one: one.seconds)
-    known = list[Candidate]()
-    for one in best[:_MOST_HEAD]:
-        if len(known) >= _SIMULATED and one.seconds >= min(each.seconds for each in known):
-            break  # in closed form it is no faster than the fastest one of those that were simulated
-        if most_simulated(one.run) > _MOST_SIMULATED:
-            break
-        paper = StepModel(one.run, model, cluster, one.order, software)
-        known.append(replace(one, simulated=simulated(paper)))
-    if len(known) < min(_SIMULATED, len(best)):
-        return tuple(best)  # simulated ones are compared with simulated ones
-    return tuple(sorted((*known, *best[len(known) :]), key=lambda one: one.seconds))
+    def _keeping_more(self, one: Candidate) -> Candidate:
+        """Return a candidate that recomputes all layers with fewer of them recomputed: as few as fit.
 
-
-def _keeping_more(one: Candidate, model: GPT | Llama, cluster: Cluster, software: Software) -> Candidate:
-    """Return a candidate that recomputes all layers with fewer of them recomputed: as few as fit.
-
-    The first layers of every stage are recomputed, as many in each.
-    """
-    if one.run.recompute != ("full",) * model.layers:
-        return one
-    stages = stage_layers(model, one.run.split, one.run.mesh.pp * (one.run.chunks or 1))
-    few, many = 0, max(map(len, stages))  # all of ``many`` fit
-    best = one
-    while few < many:
-        middle = (few + many) // 2
-        words: tuple[Word, ...] = tuple("full" if at < middle else "none" for each in stages for at in range(len(each)))
-        run = replace(one.run, recompute=words)
-        paper = StepModel(run, model, cluster, one.order, software)
-        need = need_of(paper)
-        if need.bytes <= ROOM * cluster.device.memory:
-            best, many = replace(one, run=run, step=predicted(paper), need=need), middle
-        else:
-            few = middle + 1
-    return best
+        The first layers of every stage are recomputed, as many in each.
+        """
+        if one.run.recompute != ("full",) * self.model.layers:
+            return one
+        stages = stage_layers(self.model, one.run.split, one.run.mesh.pp * (one.run.chunks or 1))
+        few, many = 0, max(map(len, stages))  # all of ``many`` fit
+        best = one
+        while few < many:
+            middle = (few + many) // 2
+            words: tuple[Word, ...] = tuple(
+                "full" if at < middle else "none" for each in stages for at in range(len(each))
+            )
+            run = replace(one.run, recompute=words)
+            paper = self.paper(run, one.order)
+            need = need_of(paper)
+            if need.bytes <= self.room:
+                best, many = replace(one, run=run, step=predicted(paper), need=need), middle
+            else:
+                few = middle + 1
+        return best
 
 
 def smallest(
