@@ -11,7 +11,7 @@ import raypar as rp
 from raypar.config.expert_layout_names import LAYOUTS
 from tests.support.team import Team
 
-PAGE = (Path(__file__).parents[3] / "docs/experts.md").read_text()
+PAGE = (Path(__file__).parents[4] / "docs/experts.md").read_text()
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
