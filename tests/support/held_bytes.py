@@ -23,7 +23,7 @@ class Watched(HostMemory):
     @contextmanager
     def keeping(self, step, microbatch, inputs, modules) -> Iterator[object]:
         with super().keeping(step, microbatch, inputs, modules) as hook:
-            self._seen.append(self._kept[step, microbatch])
+            self._seen.append(self._saved[step, microbatch])
             yield hook
 
     def on_device(self) -> Iterator[Tensor]:
