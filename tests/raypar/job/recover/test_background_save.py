@@ -169,7 +169,7 @@ def test_a_last_checkpoint_that_is_missing_is_known(actors, tmp_path):
     saver = saver_of(actors, tmp_path, save_every=4)
     for step in range(1, 10):
         saver.after(step)
-    saver._wait()
+    saver.settle()
     assert (saver.newest.name, saver.lost) == ("step-00000008", None)
     actors.wrong = {1: CheckpointError(["no space left"])}
     saver.after(10)
