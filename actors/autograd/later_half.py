@@ -53,7 +53,7 @@ class LaterHalf:
         """The parameters whose gradients are not complete yet."""
         return frozenset(leaf for leaves in self._below.values() for leaf in leaves)
 
-    def pay(self) -> None:
+    def compute(self) -> None:
         """Compute the deferred gradients, add them to the parameters' ``grad``, and free the graph.
 
         Raises:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket
-from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.machine.device import ComputeDevice
+from raypar.actors.machine.high_water import HighWater
 from raypar.actors.specs.results import Span
 from raypar.actors.tensors import nbytes
 from raypar.schedules.action import Action, Op

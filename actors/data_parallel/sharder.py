@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
+from raypar.actors.machine.high_water import HighWater
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.base import Model
 from raypar.actors.models.init.cast import cast

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.collective.group import Group, Handle
-from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.machine.flat_memory import FlatMemory
+from raypar.actors.machine.high_water import HighWater
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.tensors import nbytes
 

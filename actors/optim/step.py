@@ -204,7 +204,7 @@ class Updater:
             tally = self._count(ballot)
         total = torch.linalg.vector_norm(tally.norms)
         if not tally.is_finite or not torch.isfinite(total):
-            self._refuse(step, tally)
+            self._skip_or_raise(step, tally)
             return Updated(float(total), None, scale, is_skipped=True)
         if self._clip is not None and (share := self._clip / (total + 1e-6)) < 1.0:  # as torch's clip_grad_norm_
             self._change_gradients(lambda gradient: gradient.mul_(share.to(gradient.device)))
@@ -254,7 +254,7 @@ class Updater:
         if self._average is not None:
             self._average.use(use=use)
 
-    def _refuse(self, step: int, tally: GradientTally) -> None:
+    def _skip_or_raise(self, step: int, tally: GradientTally) -> None:
         """Skip a step that is not finite: lower the scale of the loss, if it can fall.
 
         Raises:

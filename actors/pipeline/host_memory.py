@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from raypar.actors.data_parallel.high_water import HighWater
+from raypar.actors.machine.high_water import HighWater
 
 _Key = tuple[int, int]  # the step and the number of a microbatch
 
@@ -30,7 +30,7 @@ class _SavedTensor:
         self.tensor = empty.set_(storage, self.offset, self.shape, self.stride)
 
 
-class HostMemory:
+class OffloadedActivations:
     """The activations of a stage, some microbatches of which are in host memory.
 
     A storage that several tensors of a graph share is moved once. The copies are synchronous. On a CPU, host memory is

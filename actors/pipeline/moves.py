@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from raypar.actors.data_parallel.high_water import HighWater
-from raypar.actors.pipeline.host_memory import HostMemory
+from raypar.actors.machine.high_water import HighWater
+from raypar.actors.pipeline.host_memory import OffloadedActivations
 from raypar.actors.pipeline.stage import Stage
 from raypar.schedules.action import Action, Op
 
@@ -14,7 +14,7 @@ def move_activations(stages: Mapping[int, Stage]) -> None:
     """Make the activations of an actor's stages movable, and count their bytes in host memory together."""
     held = HighWater()
     for stage in stages.values():
-        stage.host = HostMemory(held)
+        stage.host = OffloadedActivations(held)
 
 
 def moves_of(

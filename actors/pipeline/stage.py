@@ -32,7 +32,7 @@ from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
 from raypar.actors.models.init.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skip_connections import Skipped
-from raypar.actors.pipeline.host_memory import HostMemory
+from raypar.actors.pipeline.host_memory import OffloadedActivations
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.pipeline.weight_grad import DeferredGradients, Linears
 from raypar.actors.rng import derive
@@ -242,7 +242,7 @@ class Stage:
     learns: bool = True
     is_alone: bool = False
     listener: Listener | None = None
-    host: HostMemory | None = None
+    host: OffloadedActivations | None = None
 
     def __post_init__(self) -> None:
         modules = dict(zip(self.layers, self.modules, strict=True))
@@ -417,7 +417,7 @@ class Stage:
     def backward_weight(self, step: int, microbatch: int) -> None:
         """Compute the second half of ``backward``: the gradients that ``backward_input`` left for later."""
         if (step, microbatch) in self._deferred:
-            self._deferred.pop((step, microbatch)).pay(self._linears.memory)
+            self._deferred.pop((step, microbatch)).compute(self._linears.memory)
 
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         if self.weights is not None:

@@ -61,7 +61,7 @@ class DeferredGradients:
         linear = frozenset(p for pair in self._uses for p in pair if p is not None and p.requires_grad)
         return linear if self.others is None else linear | self.others.parameters
 
-    def pay(self, memory: GradientMemory) -> None:
+    def compute(self, memory: GradientMemory) -> None:
         """Compute the deferred gradients, and add them as autograd does: hooks are called once a parameter.
 
         Args:
@@ -85,7 +85,7 @@ class DeferredGradients:
             else:
                 _add(memory, uses, *pair)
         if self.others is not None:
-            self.others.pay()
+            self.others.compute()
 
 
 class Linears:

@@ -17,7 +17,7 @@ from raypar.actors.collective.autograd import joined_parts
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.stage_weights import WeightWindows
-from raypar.actors.layers.attention.kv_cache import CachedSequences, going_on, incremental
+from raypar.actors.layers.attention.kv_cache import KVCache, going_on, incremental
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.rng import derive
@@ -174,7 +174,7 @@ class ActorGeneration:
         self._couriers = {is_prompt: Courier(group, *sizes, varies=True) for is_prompt in (True, False)}
         self._courier, self._is_prompt, self.steps = self._couriers[True], True, 0
         self._lengths = [torch.tensor([len(prompt.tokens) for prompt in one]) for one in prompts.groups]
-        self._sequences = [CachedSequences(slots) for slots in prompts.slots]
+        self._sequences = [KVCache(slots) for slots in prompts.slots]
         self._values: dict[Action, Values] = {}
         self._next: dict[int, Tensor] = {}  # on the actor of the first stage: by group, the next tokens
         self._sending: list[Handle] = []  # of the tokens that this step has chosen

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.inspect.activations import OutputWatch, Sight, Spot
 from raypar.actors.inspect.recording import Tape
 from raypar.actors.inspect.step import ActorContents, ComputedValue
+from raypar.actors.machine.high_water import HighWater
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT

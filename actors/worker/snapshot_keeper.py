@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from raypar.actors.checkpoint.buddy_copy import BuddyCopyReceiver, BuddyCopySender, send_copy_once
 from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles, write_snapshots
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
-from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, CopySender, send_copy
 from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.relayout.share_index import ShareContents, contents_of
 from raypar.actors.specs.results import Copied
@@ -52,7 +52,7 @@ class OutgoingCopies:
     """
 
     def __init__(self, to: Recipient, slots: Slots, patience: float) -> None:
-        self._sender, self._slots, self._patience = CopySender(to), slots, patience
+        self._sender, self._slots, self._patience = BuddyCopySender(to), slots, patience
         self._begun, self._sent = deque[_Begun](), 0
         self._steps = 0
 
@@ -104,7 +104,7 @@ class SnapshotKeeper:
         self._share, self._every, self._taken = SnapshotOwner(plan.layout, plan.rank), plan.run.snapshot_every, taken
         self._files_each = _COPIED_FILES if plan.run.buddy_every else 2
         self._slots, self._held = Slots(plan.rank, self._files_each), HeldMemoryFiles(own_identity())
-        self._receiver: CopyReceiver | None = None
+        self._receiver: BuddyCopyReceiver | None = None
         self._outgoing: OutgoingCopies | None = None
 
     def join(self, plan: ActorPlan, taken: Callable[[int], None]) -> None:
@@ -184,7 +184,7 @@ class SnapshotKeeper:
             OSError: It can't listen there.
         """
         self.stop_copies()
-        self._receiver = CopyReceiver(host, expected, files)
+        self._receiver = BuddyCopyReceiver(host, expected, files)
         arriving = self._receiver.files()
         for share, fds in arriving.items():
             self._held.adopt(share, map(os.dup, fds))
@@ -243,7 +243,7 @@ class SnapshotKeeper:
         """
         files = self._files()
         for share, recipient in to:
-            send_copy(files.file(share, step), recipient)
+            send_copy_once(files.file(share, step), recipient)
 
     def write(self, step: int, shares: Sequence[SnapshotOwner], folder: Path) -> list[Written]:
         """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``."""

@@ -9,9 +9,9 @@ from functools import partial
 
 import torch
 
-from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.errors import NonFiniteError
+from raypar.actors.machine.high_water import HighWater
 from raypar.actors.optim.delay_feedback import DelayFeedback
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.stage import Stage

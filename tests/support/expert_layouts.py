@@ -98,5 +98,5 @@ def tilted(tilt):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Router, "_choose", chosen)
-        patch.setattr(shadowing, "FLOPS", 1e6)  # so slow that shadows often pay
+        patch.setattr(shadowing, "FLOPS", 1e6)  # so slow that shadows often compute
         yield

@@ -9,11 +9,11 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from raypar.actors.data_parallel.high_water import HighWater
-from raypar.actors.pipeline.host_memory import HostMemory
+from raypar.actors.machine.high_water import HighWater
+from raypar.actors.pipeline.host_memory import OffloadedActivations
 
 
-class Watched(HostMemory):
+class Watched(OffloadedActivations):
     """The activations of a stage, of which it knows all that graphs keep on the device."""
 
     def __init__(self, held: HighWater) -> None:

@@ -92,7 +92,7 @@ class ExampleSequences:
             span = slice(end, end + length)
             inputs[span] = self._from.ids[first : first + length]
             following = self._from.ids[first + 1 : first + length + 1].astype(np.int64)
-            targets[span] = np.where(self._from.learned[first + 1 : first + length + 1], following, IGNORED)
+            targets[span] = np.where(self._from.loss_mask[first + 1 : first + length + 1], following, IGNORED)
             starts[span] = end
             end += length
         starts[end:] = end
@@ -240,7 +240,7 @@ def _pieces(converted: Converted, chosen: Int64s, seq: int) -> ExamplePieces:
     lengths = list[int]()
     cut = 0
     dropped = 0
-    ends, learned = converted.ends, converted.learned
+    ends, learned = converted.ends, converted.loss_mask
     for example in chosen.tolist():
         first, end = int(ends[example - 1]) if example else 0, int(ends[example])
         is_text = end - first > seq + 1 and bool(learned[first + 1 : end].all())

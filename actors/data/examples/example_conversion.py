@@ -27,14 +27,14 @@ class Tokens(NamedTuple):
     Attributes:
         lengths: Number of tokens of each.
         ids: Token ids of all examples, concatenated.
-        learned: 1 for each token that is a target, else 0.
+        loss_mask: 1 for each token that is a target, else 0.
         read: Number of examples in the block, including faulty ones.
         faults: By fault, its first example and the number of its examples.
     """
 
     lengths: Sequence[int]
     ids: npt.NDArray[np.unsignedinteger[Any]]
-    learned: Mask
+    loss_mask: Mask
     read: int
     faults: ExampleFaults
 
@@ -61,7 +61,7 @@ class ExampleConversion:
         first = dict(islice(faults.items(), MOST_NAMED + 1))
         head = json.dumps({"lengths": [len(one.ids) for one in found], "read": read, "faults": first})
         ids = [one.ids.astype(self.dtype).tobytes() for one in found]
-        return b"".join([head.encode(), b"\n", *ids, *(one.learned.tobytes() for one in found)])
+        return b"".join([head.encode(), b"\n", *ids, *(one.loss_mask.tobytes() for one in found)])
 
     def tokens(self, answer: bytes) -> Tokens:
         """Return the result of a call as arrays."""

@@ -62,13 +62,13 @@ class Converted:
 
     Attributes:
         ids: The token ids of all examples, concatenated, a read-only memory map.
-        learned: 1 for each token that is a target, else 0.
+        loss_mask: 1 for each token that is a target, else 0.
         ends: Number of tokens up to the end of each example.
         facts: Their properties.
     """
 
     ids: npt.NDArray[np.unsignedinteger[Any]]
-    learned: Mask
+    loss_mask: Mask
     ends: Int64s
     facts: ExampleFacts
 
@@ -187,11 +187,11 @@ def _convert(files: Sequence[Path], conversion: ExampleConversion, entry: Path, 
         for answer in stack.enter_context(closing(convert(conversion, blocks, size))):
             found = conversion.tokens(answer)
             ids.write(found.ids.tobytes())
-            learned.write(found.learned.tobytes())
+            learned.write(found.loss_mask.tobytes())
             max_id, first = max(max_id, int(found.ids.max(initial=0))), 0
             for length in found.lengths:
                 digest.update(found.ids[first : first + length].tobytes())
-                digest.update(found.learned[first : first + length].tobytes())
+                digest.update(found.loss_mask[first : first + length].tobytes())
                 first += length
                 ends.append(total + first)
             total += first

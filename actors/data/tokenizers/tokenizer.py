@@ -80,11 +80,11 @@ class Tokenized(NamedTuple):
 
     Attributes:
         ids: Token ids (n,).
-        learned: 1 for tokens that are targets, else 0, (n,).
+        loss_mask: 1 for tokens that are targets, else 0, (n,).
     """
 
     ids: Ids
-    learned: Mask
+    loss_mask: Mask
 
 
 class Added(NamedTuple):

@@ -19,7 +19,7 @@ from raypar.actors.autograd.torch_private import keeps_attention_scores
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
 from raypar.actors.layers.attention import attention_blocks
 from raypar.actors.layers.attention.attention_scratch import ScratchAllocator
-from raypar.actors.layers.attention.kv_cache import CachedSequences, Incremental, attend_to_cache
+from raypar.actors.layers.attention.kv_cache import Incremental, KVCache, attend_to_cache
 from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.dropout import sharded_dropout
@@ -241,9 +241,7 @@ class Attention(nn.Module, Incremental):
             y_BNSd = self.core(*inputs) if now is None else self._slices.attend(self.core, *inputs)
         return applied(self.out, self.out_lora, y_BNSd.transpose(1, 2).flatten(2))
 
-    def _further(
-        self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sequences: CachedSequences, at_B: Tensor
-    ) -> Tensor:
+    def _further(self, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, sequences: KVCache, at_B: Tensor) -> Tensor:
         """Compute the core for each sequence's next token, whose keys and values are added to the cache."""
         if self._rope is not None:
             q_BNSd, k_BKSd = self._rope.turn_at(q_BNSd, at_B), self._rope.turn_at(k_BKSd, at_B)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from raypar.actors.tensors import bent, in_fp32, nbytes
 
 
-class CachedSequences:
+class KVCache:
     """The sequences that one actor generates as a batch: their caches, and the positions of their next tokens.
 
     Args:
@@ -83,7 +83,7 @@ class Incremental:
         sequences: The sequences that the next forward continues; None for whole sequences, as in training.
     """
 
-    sequences: CachedSequences | None = None
+    sequences: KVCache | None = None
 
 
 def incremental(layers: Iterable[nn.Module]) -> list[Incremental]:
@@ -92,7 +92,7 @@ def incremental(layers: Iterable[nn.Module]) -> list[Incremental]:
 
 
 @contextmanager
-def going_on(modules: Iterable[Incremental], sequences: CachedSequences) -> Iterator[None]:
+def going_on(modules: Iterable[Incremental], sequences: KVCache) -> Iterator[None]:
     """Let modules continue sequences within this context.
 
     Args:

@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.errors import first_line
 from raypar.actors.expert_parallel.exchange import ExpertLayer, strip
 from raypar.actors.machine.device import ComputeDevice
+from raypar.actors.machine.high_water import HighWater
 from raypar.actors.machine.offload_storage import DeviceStorage, OffloadStorage
 from raypar.actors.models.base import Model, Parallelize
 from raypar.actors.models.tied_weights import tie_parameters

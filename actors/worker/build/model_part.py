@@ -9,13 +9,13 @@ from itertools import chain
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Groups
-from raypar.actors.data_parallel.high_water import HighWater
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
 from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
+from raypar.actors.machine.high_water import HighWater
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends

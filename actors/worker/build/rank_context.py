@@ -88,12 +88,12 @@ class RankContext:
         return self._coordinate[1]
 
     @cached_property
-    def saves(self) -> bool:
+    def is_saver(self) -> bool:
         """Whether this actor saves the weights that it updates: of equal copies, the first is saved."""
         return self.plan.rank in self.world.server_ranks or self.world.is_first(self.plan.rank)
 
     @cached_property
-    def saves_experts(self) -> bool:
+    def is_saver_of_experts(self) -> bool:
         """Whether this actor saves the experts that it updates, if experts are divided over actors."""
         return self.plan.rank not in self.world.server_ranks and self.world.is_first(self.plan.rank, expert=True)
 

@@ -120,7 +120,7 @@ class Actors:
                 self.handles.append(found[0])
                 self.bundles.append(found[1])
 
-    def wait_for(self, count: int, wait: float = 0.0) -> bool:
+    def wait_for_actors(self, count: int, wait: float = 0.0) -> bool:
         """Wait until ``count`` actors are present, or until no more come in time. Returns whether they are present.
 
         Args:
@@ -143,7 +143,7 @@ class Actors:
         before, first = list(self.pending), len(self.handles)
         for _ in range(count - self.present - len(before)):
             self._claim_for(name, None)
-        if self.wait_for(count, self.wait_for_nodes):
+        if self.wait_for_actors(count, self.wait_for_nodes):
             return True
         for actor in [one for one in self.pending if one not in before]:
             self.pending.remove(actor)
@@ -164,7 +164,7 @@ class Actors:
                 del self.handles[number], self.bundles[number]
 
     def hoped(self, wait: float = 0.0) -> list[PendingActor]:
-        """Return the replacements that may still start in time; see ``wait_for``."""
+        """Return the replacements that may still start in time; see ``wait_for_actors``."""
         return [one for one in self.pending if not one.is_late(wait)]
 
     def demand_answers(self, first: int, name: str) -> None:

@@ -35,7 +35,7 @@ _NAMED = 4  # lost actors that a message names
 _LOOK = 5.0  # seconds between two checks for free resources for missing actors
 
 
-def room_awaited(actors: Actors, layouts: Layouts, who: str) -> Layout | None:
+def wait_for_new_nodes(actors: Actors, layouts: Layouts, who: str) -> Layout | None:
     """Wait for nodes with room for actors without which a run can't go on, as long as the launch said (wait_for_nodes).
 
     A Ctrl-C or SIGTERM ends the wait, and with it the job.
@@ -52,7 +52,7 @@ def room_awaited(actors: Actors, layouts: Layouts, who: str) -> Layout | None:
     if actors.hoped(wait):
         log.warning("%s: the run waits up to %g s in all for room for %s", why_no_room(actors), wait, who)
     with impatience():
-        while layout is None and actors.wait_for(actors.present + 1, wait):
+        while layout is None and actors.wait_for_actors(actors.present + 1, wait):
             layout = layouts.largest(actors.present)
     return layout
 
@@ -383,10 +383,10 @@ class Restarts:
             self._witnesses.kill(rank)
             actors.replace_actor(rank, f"{self._job} {world.label(rank)}")
         actors.demand_answers(world.size, f"{self._job} spare")
-        actors.wait_for(max(world.size, self.active.layouts.whole.world.size))
+        actors.wait_for_actors(max(world.size, self.active.layouts.whole.world.size))
         who = " and ".join(world.label(rank) for rank in gone)
         self.awaits_room = True
-        layout = self.active.layouts.largest(actors.present) or room_awaited(actors, self.active.layouts, who)
+        layout = self.active.layouts.largest(actors.present) or wait_for_new_nodes(actors, self.active.layouts, who)
         self.awaits_room = False
         if layout is None:
             raise no_room_error(actors, self.active.layouts, who)

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.checkpoint.buddy_copy import SILENCE
 from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
-from raypar.actors.checkpoint.snapshot_copy import SILENCE
 from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
 from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.specs.run import Run

@@ -85,7 +85,7 @@ class BucketBytes:
         self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
         self.has_buckets = world.reduces and (world.frees_buckets or len(set(ends)) < len(ends))
 
-    def most(self) -> int:
+    def peak(self) -> int:
         """Return the most bytes of gradients in buckets at a time.
 
         In a round of several backwards the gradients of the whole stage wait for the last one. In a round of one,
@@ -294,7 +294,7 @@ def worker_memory(
         kept = each.weight * (own if world.gathers else count)
         optimizer = 0 if world.servers else each.state * own_state + each.master * own
         gathered = whole[rows[rank]].weights if world.unshards else 0
-        buckets = buckets_of[rank].most() if in_buckets else 0
+        buckets = buckets_of[rank].peak() if in_buckets else 0
         waits = buckets >= each.gradient * count > 0 and buckets_of[rank].waits
         saved = 0 if world.servers else saved_bytes(each, own, optimizer)
         read = _read(world, each.weight, count, experts, in_buckets=in_buckets) if world.replicas_at(rank) > 1 else 0

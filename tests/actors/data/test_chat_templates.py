@@ -159,7 +159,7 @@ def found(folder, record):
     except ExampleError:
         return None
     (tokens,) = tokenizer.tokenized([one])
-    return tokens.ids.tolist(), tokens.learned.tolist()
+    return tokens.ids.tolist(), tokens.loss_mask.tolist()
 
 
 def shown(folder, made):

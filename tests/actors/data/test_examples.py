@@ -38,7 +38,7 @@ def parts_of(converted, folder, learned):
     """The texts of the learned, or the other, tokens of each example."""
     tokenizer, found, start = Tokenizer(str(folder)), [], 0
     for end in converted.ends.tolist():
-        ids, mask = converted.ids[start:end], converted.learned[start:end]
+        ids, mask = converted.ids[start:end], converted.loss_mask[start:end]
         found.append(tokenizer.decoded(ids[mask == learned].tolist()))
         start = end
     return found
@@ -82,9 +82,9 @@ def test_the_mask_is_that_of_transformers(talk, tmp_path):
     )
     converted = opened(tmp_path, folder, [{"messages": talk}])
     assert converted.ids.tolist() == theirs["input_ids"]
-    assert converted.learned.tolist() == theirs["assistant_masks"]
+    assert converted.loss_mask.tolist() == theirs["assistant_masks"]
     plain = opened(tmp_path, made_tokenizer(tmp_path / "plain"), [{"messages": talk}])
-    assert (plain.ids.tolist(), plain.learned.tolist()) == (theirs["input_ids"], theirs["assistant_masks"])
+    assert (plain.ids.tolist(), plain.loss_mask.tolist()) == (theirs["input_ids"], theirs["assistant_masks"])
 
 
 def test_a_template_that_leaves_earlier_answers_out_is_told(tmp_path):
@@ -188,7 +188,7 @@ def test_without_a_tokenizer_the_bytes_of_what_is_learned_are():
     text = "é? für 日!"
     (found,) = Tokenizer(None).tokenized([ExampleText(text, [(3, 6), (7, 9)])])
     assert bytes(found.ids.astype("uint8")).decode() == text
-    learned = [byte for byte, is_so in zip(found.ids.tolist(), found.learned.tolist(), strict=True) if is_so]
+    learned = [byte for byte, is_so in zip(found.ids.tolist(), found.loss_mask.tolist(), strict=True) if is_so]
     assert bytes(learned).decode() == "für日!"
 
 

@@ -38,7 +38,7 @@ def folder_of(path, form, **settings):
 
 def ids_of(tokenizer, record):
     (found,) = tokenizer.tokenized([example_as_text(record, tokenizer.template, tokenizer.end, learns_all=False)])
-    return found.ids.tolist(), found.learned.tolist()
+    return found.ids.tolist(), found.loss_mask.tolist()
 
 
 EOS = {"tokenizer_config": {"eos_token": "<eos>", "bos_token": "<bos>"}}

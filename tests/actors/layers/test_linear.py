@@ -164,7 +164,7 @@ def test_a_layer_that_was_taken_over_has_the_bits_of_its_own(counted, half):
         out = ours(mine)
         with linears.postponed() as owed:
             out.backward(gradient)
-        owed.pay(linears.memory)
+        owed.compute(linears.memory)
         made = [out.detach(), mine.grad, *(parameter.grad for parameter in ours.parameters())]
         for one, other in zip(made, trained(whole, x, gradient), strict=True):
             assert torch.equal(one, other)

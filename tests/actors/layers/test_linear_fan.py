@@ -50,7 +50,7 @@ def trained(call, parameters, gradients, linears=None):
         linears.begin()
         with linears.postponed() as owed:
             torch.autograd.backward(outs, gradients)
-        owed.pay(linears.memory)
+        owed.compute(linears.memory)
     return [*(out.detach() for out in outs), x.grad, *(parameter.grad for parameter in parameters)]
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import raypar as rp
-from raypar.actors.data_parallel.high_water import HighWater
-from raypar.actors.pipeline.host_memory import HostMemory
+from raypar.actors.machine.high_water import HighWater
+from raypar.actors.pipeline.host_memory import OffloadedActivations
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.schedules.rules import most_in_flight
@@ -73,7 +73,7 @@ def test_the_most_is_that_of_a_step():
 
 def test_what_an_interrupted_step_left_is_dropped():
     held = HighWater()
-    first, second = HostMemory(held), HostMemory(held)
+    first, second = OffloadedActivations(held), OffloadedActivations(held)
     x = torch.randn(4, 4, requires_grad=True)
     for host in (first, second):
         with host.keeping(0, 1, [x], []):
@@ -87,7 +87,7 @@ def test_what_an_interrupted_step_left_is_dropped():
 
 
 def test_a_storage_is_moved_once_and_weights_stay():
-    host = HostMemory(held := HighWater())
+    host = OffloadedActivations(held := HighWater())
     weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
     with host.keeping(0, 1, [weight], []):
         y = x.exp()  # keeps its output

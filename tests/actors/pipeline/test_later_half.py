@@ -104,7 +104,7 @@ def test_halves_have_the_bits_of_a_whole_backward(kind, first):
             for name, parameter in module.named_parameters():
                 if parameter in half.parameters:
                     assert parameter.grad is None or torch.equal(parameter.grad, before[name]), "it is left"
-            half.pay()
+            half.compute()
             assert not half.parameters
         found.append([x.grad, *(parameter.grad for parameter in module.parameters())])
     for one, other in zip(*found, strict=True):
@@ -120,7 +120,7 @@ def test_what_is_kept_must_not_be_written_meanwhile():
     half = LaterHalf(out.sum(), [*conv.parameters()])
     gradient.mul_(2.0)
     with pytest.raises(RuntimeError, match="was changed in place before"):
-        half.pay()
+        half.compute()
 
 
 def images(step, microbatch, dp):
@@ -143,9 +143,9 @@ def layers():
 @pytest.mark.parametrize(("name", "dp", "zero"), [("1f1b", 1, 0), ("interleaved", 2, 1), ("zb-h1", 1, 0)])
 def test_modules_of_any_kind_in_a_pipeline(name, dp, zero, monkeypatch):
     """On replicas too, which reduce gradients as they come; W has something to do wherever a matrix is left."""
-    paid, pay = [], DeferredGradients.pay
+    paid, real = [], DeferredGradients.compute
     monkeypatch.setattr(
-        DeferredGradients, "pay", lambda self, places: paid.append(self.others is not None) or pay(self, places)
+        DeferredGradients, "compute", lambda self, places: paid.append(self.others is not None) or real(self, places)
     )
     weights = []
     for schedule, backward in ((name.replace("zb-h1", "1f1b"), "whole"), (name, "split")):
@@ -161,8 +161,10 @@ def test_modules_of_any_kind_in_a_pipeline(name, dp, zero, monkeypatch):
 
 @pytest.mark.parametrize("changes", [{"recompute": "full"}, {"dp": 2, "zero": 3}], ids=["recompute", "zero 3"])
 def test_where_hooks_are_called_once_a_backward_it_has_no_halves(changes, monkeypatch):
-    paid, pay = [], DeferredGradients.pay
-    monkeypatch.setattr(DeferredGradients, "pay", lambda self, places: paid.append(self.others) or pay(self, places))
+    paid, real = [], DeferredGradients.compute
+    monkeypatch.setattr(
+        DeferredGradients, "compute", lambda self, places: paid.append(self.others) or real(self, places)
+    )
     team = Team(None, 2, 4, halved("1f1b", 2, 4), model=layers(), data=images, **changes)
     team.step()
     assert paid.count(None) == len(paid) > 0

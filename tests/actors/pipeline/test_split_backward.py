@@ -113,8 +113,8 @@ def test_the_inputs_gradient_is_there_before_the_weights():
     """What I does: it goes all the way back before any product for a weight of a linear layer."""
     team = Team(linears(4), 2, 1, halved("1f1b", 2, 1))
     (stage,) = team.workers[1].stages.values()
-    seen, pay = [], stage.backward_weight
-    stage.backward_weight = lambda *key: (seen.append([p.grad for p in stage.parameters().values()]), pay(*key))
+    seen, compute = [], stage.backward_weight
+    stage.backward_weight = lambda *key: (seen.append([p.grad for p in stage.parameters().values()]), compute(*key))
     team.step()
     assert seen == [[None] * 4]
     assert all(gradient is not None for gradient in team.gradients().values())

@@ -24,7 +24,7 @@ def backward(
     with linears.postponed() as owed:
         out.backward(gradient)
     left = owed.parameters
-    owed.pay(linears.memory)
+    owed.compute(linears.memory)
     return left
 
 
@@ -356,7 +356,7 @@ def test_what_is_owed_must_not_be_written_meanwhile(which):
         out.backward(gradient)
     (x if which == "input" else gradient).mul_(0.5)
     with pytest.raises(RuntimeError, match="was changed in place before the gradient of its weights was made"):
-        owed.pay({})
+        owed.compute({})
 
 
 def test_small_layers_are_not_taken_over_for_the_sake_of_a_place():

@@ -29,7 +29,7 @@ def called():
 
 
 def test_an_actor_has_what_the_driver_calls_and_nothing_else():
-    """Ray wraps whatever the class has: a step would pay for each call of one method by another."""
+    """Ray wraps whatever the class has: a step would compute for each call of one method by another."""
     assert functions(RayparActor) <= {one or other for one, other in called()}
     assert not issubclass(RayparActor, Worker | Server)
 

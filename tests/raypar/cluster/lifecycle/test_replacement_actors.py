@@ -105,7 +105,7 @@ def test_actors_that_come_have_no_rank_until_they_are_seated(fake, monkeypatch):
     actors.look()
     assert actors.present == 2
     fake.come.add(actors.pending[0].awaited)
-    actors.wait_for(3)
+    actors.wait_for_actors(3)
     assert (actors.present, actors.pending, actors.bundles[3]) == (3, [], homes[1])
     new = actors.handles[3]
     actors.assign_ranks([0, 3])

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from raypar.actors.checkpoint.assembler import Assembler
+from raypar.actors.checkpoint.buddy_copy import BuddyCopyReceiver, BuddyCopySender
 from raypar.actors.checkpoint.memory_snapshot import Slots, SnapshotFiles
 from raypar.actors.checkpoint.snapshot_address import Recipient, SnapshotOwner
-from raypar.actors.checkpoint.snapshot_copy import CopyReceiver, CopySender
 from raypar.actors.worker.snapshot_keeper import OutgoingCopies, SnapshotKeeper
 from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
@@ -37,12 +37,12 @@ def content(file):
 
 @pytest.fixture
 def receiver():
-    with closing(CopyReceiver(HERE, {TOKEN: SHARE}, 2)) as receiver:
+    with closing(BuddyCopyReceiver(HERE, {TOKEN: SHARE}, 2)) as receiver:
         yield receiver
 
 
 def test_copies_arrive_with_all_bits_in_two_files_in_turn(receiver):
-    slots, sender = Slots(1), CopySender(Recipient(HERE, receiver.port, TOKEN))
+    slots, sender = Slots(1), BuddyCopySender(Recipient(HERE, receiver.port, TOKEN))
     for step in (1, 2, 3):
         assert sender.begin(take(slots, step, 1 << 10 << step))  # a snapshot may grow
         sender.wait(5.0)
@@ -74,7 +74,7 @@ def test_a_copy_that_is_not_whole_counts_for_nothing(receiver, missing):
 def test_a_copy_of_what_is_written_over_never_becomes_whole():
     slots = Slots(1)
     with socket.create_server((HERE, 0)) as buddy:
-        sender = CopySender(Recipient(HERE, buddy.getsockname()[1], TOKEN))
+        sender = BuddyCopySender(Recipient(HERE, buddy.getsockname()[1], TOKEN))
         size = len(content(take(slots, 1)))
         assert sender.begin(slots.file(1))
         connection, _ = buddy.accept()
@@ -91,7 +91,7 @@ def test_a_stranger_sends_nothing(receiver):
     with socket.create_connection((HERE, receiver.port), timeout=5.0) as stranger:
         stranger.sendall(b"2" * 32)
         assert stranger.recv(1) == b""
-    slots, sender = Slots(1), CopySender(Recipient(HERE, receiver.port, TOKEN))
+    slots, sender = Slots(1), BuddyCopySender(Recipient(HERE, receiver.port, TOKEN))
     sender.begin(take(slots, 1))
     sender.wait(5.0)
     assert steps_of(receiver) == (1,)
@@ -101,7 +101,7 @@ def test_a_buddy_that_is_not_there_is_told_and_one_that_is_slow_is_not_waited_fo
     slots = Slots(1)
     file = take(slots, 1, 4 << 20)
     with socket.create_server((HERE, 0)) as slow:
-        sender = CopySender(Recipient(HERE, slow.getsockname()[1], TOKEN))
+        sender = BuddyCopySender(Recipient(HERE, slow.getsockname()[1], TOKEN))
         start = time.perf_counter()
         assert sender.begin(file)
         assert 0.1 <= sender.wait(0.1) <= time.perf_counter() - start < 2.0
@@ -109,16 +109,16 @@ def test_a_buddy_that_is_not_there_is_told_and_one_that_is_slow_is_not_waited_fo
         sender.close()  # wakes it, as the abort of a step does
         assert not sender.is_sending
         nobody = slow.getsockname()[1]
-    sender = CopySender(Recipient(HERE, nobody, TOKEN))
+    sender = BuddyCopySender(Recipient(HERE, nobody, TOKEN))
     sender.begin(file)
     sender.wait(5.0)
     assert (sender.lost, sender.begin(file)) == ("Connection refused", False)
 
 
 def test_a_buddy_that_reads_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr("raypar.actors.checkpoint.snapshot_copy.SILENCE", 0.2)
+    monkeypatch.setattr("raypar.actors.checkpoint.buddy_copy.SILENCE", 0.2)
     with socket.create_server((HERE, 0)) as stuck:
-        sender, slots = CopySender(Recipient(HERE, stuck.getsockname()[1], TOKEN)), Slots(1)
+        sender, slots = BuddyCopySender(Recipient(HERE, stuck.getsockname()[1], TOKEN)), Slots(1)
         sender.begin(take(slots, 1, 4 << 20))
         sender.wait(5.0)
         assert sender.lost == "it makes no progress"
@@ -128,7 +128,7 @@ def test_a_buddy_that_reads_nothing_is_given_up(monkeypatch):
 def test_an_actor_has_what_belongs_to_the_last_whole_copy_and_two_snapshots_more_or_less(every, files):
     """Whatever is lost then, a step is left of which all is there: the one before the copy that is under way."""
     slots, within = Slots(1, 3), max(1, every - 1)
-    with closing(CopyReceiver(HERE, {TOKEN: SHARE}, files)) as receiver:
+    with closing(BuddyCopyReceiver(HERE, {TOKEN: SHARE}, files)) as receiver:
         outgoing = OutgoingCopies(Recipient(HERE, receiver.port, TOKEN), slots, 5.0)
         copied = []
         for step in range(1, 14):

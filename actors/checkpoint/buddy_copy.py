@@ -30,7 +30,7 @@ _HELLO = 2.0  # seconds in which a sender must send its token
 _ENDING = 2.5  # seconds in which a thread ends after its connection is closed
 
 
-class CopyReceiver:
+class BuddyCopyReceiver:
     """Receives copies of other actors' snapshots, in threads.
 
     Args:
@@ -94,7 +94,7 @@ class CopyReceiver:
                         self._start(_receive, connection, files)
 
 
-class CopySender:
+class BuddyCopySender:
     """Sends copies of an actor's snapshots to its buddy, one at a time, in a thread.
 
     Args:
@@ -177,7 +177,7 @@ class CopySender:
         _exactly(connection, len(_ACK))
 
 
-def send_copy(file: int, to: Recipient) -> None:
+def send_copy_once(file: int, to: Recipient) -> None:
     """Send one snapshot, and wait until it has arrived.
 
     Args:
@@ -187,7 +187,7 @@ def send_copy(file: int, to: Recipient) -> None:
     Raises:
         OSError: It did not arrive.
     """
-    sender = CopySender(to)
+    sender = BuddyCopySender(to)
     sender.begin(file)
     while sender.is_sending:
         sender.wait(SILENCE)
