@@ -12,20 +12,20 @@ from raypar.schedules import Action, Op, build, lower, text
 
 RANKS, MICROBATCHES, WIDTH, RATE = 2, 4, 8, 0.1
 data = torch.rand(MICROBATCHES, 3, WIDTH, generator=torch.Generator().manual_seed(0))
-Messages = dict[tuple[str, int, int], Tensor]  # values (F) and gradients (B), by the stage that needs them, microbatch
+Messages = dict[tuple[str, int, int], Tensor]  # by kind (F or B), receiving stage, microbatch
 
 
 class Rank:
-    """A pipeline rank: its row of actions, and its stages. What it sends is in ``links`` until another receives it."""
+    """A pipeline rank: its row and the stages that it owns. Messages stay in ``links`` until they are received."""
 
     def __init__(self, row: tuple[Action, ...], model: nn.ModuleList, own: list[int], links: Messages) -> None:
         self.todo, self.model, self.own, self.links = deque(row), model, own, links
-        self.here: Messages = {}
+        self.here: Messages = {}  # what stages on this rank have for one another
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output, from F to W
 
     def perform(self) -> bool:
         """Perform the next action of the row. Return False if it is a RECV of what was not sent yet."""
-        stage, op, mb, _ = self.todo[0]
+        stage, op, mb, _ = self.todo[0]  # the rest is of asynchronous schedules
         if op in (Op.RECV_F, Op.RECV_B):
             key = (op.value[-1], stage, mb)
             if key not in self.links:
@@ -44,13 +44,13 @@ class Rank:
         elif op is Op.STEP:
             for weight in nn.ModuleList(self.model[stage] for stage in self.own).parameters():
                 weight.data -= RATE * weight.grad
-        else:
+        elif op in (Op.B, Op.I, Op.W):
             self.backward(stage, op, mb)
         self.todo.popleft()
         return True
 
     def backward(self, stage: int, op: Op, mb: int) -> None:
-        """Perform I, the gradient that the stage before waits for, or W, that of the weights; B is I and then W."""
+        """Perform I (the gradient of the stage's input), W (the gradients of its weights), or B, which is both."""
         (x, y), gradient = self.saved[stage, mb], self.here.get(("B", stage, mb))
         if op is not Op.W and stage:
             (self.here["B", stage - 1, mb],) = torch.autograd.grad(y, x, gradient, retain_graph=True)
@@ -69,7 +69,7 @@ def new_model(stages: int) -> nn.ModuleList:
 schedule = lower(build(sys.argv[1] if len(sys.argv) > 1 else "1f1b", RANKS, MICROBATCHES))
 print(text(schedule))
 model, plain, links = new_model(schedule.num_stages), new_model(schedule.num_stages), Messages()
-owns = [[stage for stage, home in enumerate(schedule.placement) if home == rank] for rank in range(RANKS)]
+owns = [[stage for stage, holder in enumerate(schedule.placement) if holder == rank] for rank in range(RANKS)]
 ranks = [Rank(row, model, own, links) for row, own in zip(schedule.rows, owns, strict=True)]
 while any(rank.todo for rank in ranks):
     assert any(rank.todo and rank.perform() for rank in ranks), "a deadlock: all ranks wait"
