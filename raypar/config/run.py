@@ -175,6 +175,8 @@ def with_programs(examined: Examined) -> tuple[Programs | None, Examined]:
     try:
         with_offload(programs, run.activations_on_device)
         misfits = list[str]()
+    except UnsoundError:
+        misfits = []
     except ConfigError as error:
         misfits = [*error.faults]
     return programs, replace(examined, lowered=train, num_stages=train.num_stages, misfits=misfits)

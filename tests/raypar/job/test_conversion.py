@@ -64,7 +64,7 @@ def test_a_run_on_several_nodes_has_its_data_converted_there(job_on, tmp_path, m
     monkeypatch.setattr(conversion, "connected", lambda: nullcontext([*living_nodes()] * 2))
     convert_on_cluster(run)
     assert not used and not [*(tmp_path / "cache").rglob("*.tmp")], "it is small"
-    monkeypatch.setattr(conversion, "_BYTES_PER_PROCESS", 0)
+    monkeypatch.setattr(conversion, "_WORTH", 0)
     convert_on_cluster(run)
     assert not used, "it is converted"
     far = rp.Examples(str(path), cache=str(tmp_path / "far"))
@@ -85,7 +85,7 @@ def test_where_the_cluster_fails_this_machine_converts(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(conversion, "starts_own_ray", lambda: False)
     monkeypatch.setattr(conversion, "connected", fails)
-    monkeypatch.setattr(conversion, "_BYTES_PER_PROCESS", 0)
+    monkeypatch.setattr(conversion, "_WORTH", 0)
     convert_on_cluster(run)
     assert caplog.messages[-1] == "the data is converted on this machine alone, because Ray does not start"
     assert not [*(tmp_path / "cache" / "examples").iterdir()]

@@ -129,4 +129,4 @@ def test_a_world_with_fewer_replicas_needs_fewer_actors():
 )
 def test_why_no_actor_comes_is_told_of_each_node_that_there_is(monkeypatch, free, told):
     monkeypatch.setattr("raypar.job.recover.restarts.free_cpus_text", lambda: free)
-    assert why_no_room(SimpleNamespace(vacancies=[])).startswith(told)
+    assert why_no_room(SimpleNamespace(pending=[])).startswith(told)

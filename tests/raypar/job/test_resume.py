@@ -144,7 +144,7 @@ def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_
     monkeypatch.setattr(calls, "beside", lambda method, folder, *args: beside(method, f"{folder}/gone", *args))
     with caplog.at_level(logging.WARNING):
         reports = job.train(2)
-        real._wait()
+        real.settle()
     assert [report.step for report in reports] == [6, 7]
     assert "no checkpoint was saved, the training goes on:\n- actor pp=0: " in caplog.text
     assert "give a path that is there, and that every node sees" in caplog.text

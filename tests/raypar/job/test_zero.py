@@ -54,8 +54,8 @@ def test_what_has_nothing_to_do_is_refused_with_all_that_is_wrong():
     run = tiny(mesh=rp.Mesh(pp=2), zero=3, zero_resident=1)
     assert rp.faults(run) == [
         "zero is 3, but there is one replica to share out to: set mesh.dp (or mesh.cp) to 2 or more, or leave zero out",
-        "zero_resident is 1, but zero_gather is 'microbatch', which frees weights after every action: set zero_gather "
-        "to 'step', or leave zero_resident out",
+        "zero_resident is 1, but zero_gather is 'microbatch', which frees weights after every action: leave "
+        "zero_resident out, or set zero_gather to 'step'",
     ]
     assert rp.faults(tiny(zero=1, zero_units=2)) == [
         "zero_units is 2, but zero is 1: only zero 3 and offload 'parameters' gather weights, leave it out"

@@ -12,9 +12,10 @@ from torch import nn
 
 import raypar as rp
 from raypar.actors.models.skeleton import Skeleton
-from raypar.config.run import check_run
 from raypar.config.trial.layers import layer_faults
 from raypar.job.start.before_launch import look_ahead
+from raypar.job.start.launchable import check_launch
+from raypar.job.start.resume import Prepared
 
 
 def batch(step, microbatch, dp):
@@ -307,7 +308,8 @@ def test_what_the_loss_remembers_of_the_trial_reaches_no_actor():
             return x
 
     run = rp.Run(model=rp.Layers(fn, loss), data=rp.Batches(batch))
-    look_ahead(run, check_run(run), Skeleton(run.model, run.seed))
+    skeleton = Skeleton(run.model, run.seed)
+    look_ahead(Prepared(run, check_launch(run, None, skeleton), skeleton, None))
     assert (loss.mean, shapes) == (None, [])
 
 
