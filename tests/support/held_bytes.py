@@ -62,8 +62,8 @@ class Held:
             yield from stage.host.on_device()
             for inputs, *_ in stage._saved.values():
                 yield from (one for one in inputs if one.is_floating_point())  # ids are data
-            for owed in stage._deferred.values():
-                yield from (one for use in chain(*owed._uses.values()) for one in (use.x, use.rows))
+            for deferred in stage._deferred.values():
+                yield from (one for use in chain(*deferred._uses.values()) for one in (use.x, use.rows))
 
     def _all_weights(self) -> Iterator[Tensor]:
         member = self._member

@@ -21,16 +21,16 @@ def halved(name, ranks, microbatches, draw=None):
     """A schedule with an I and a W for every B of another one: W behind I, or somewhere later; a stage's in order."""
     rows = []
     for row in build(name, ranks, microbatches).rows:
-        full, owed = [], []
+        full, deferred = [], []
         for action in row:
             if action.op is not Op.B:
                 full.append(action)
                 continue
             full.append(action._replace(op=Op.I))
-            owed.append(action._replace(op=Op.W))
-            while owed and (draw is None or draw.random() < 0.4):
-                full.append(owed.pop(0))
-        rows.append(full + owed)
+            deferred.append(action._replace(op=Op.W))
+            while deferred and (draw is None or draw.random() < 0.4):
+                full.append(deferred.pop(0))
+        rows.append(full + deferred)
     return Schedule.of(f"{name} in halves", rows)
 
 

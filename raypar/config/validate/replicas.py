@@ -167,7 +167,7 @@ def _fewest_faults(examined: Examined) -> Iterator[str]:
 
 
 def _snapshot_faults(examined: Examined) -> Iterator[str]:
-    """Yield a fault if snapshots are taken of what was not compared."""
+    """Yield a fault if snapshots are taken after steps in which weights are not compared."""
     run = examined.run
     if run.check_every and run.max_failures and run.snapshot_every % run.check_every:
         yield (

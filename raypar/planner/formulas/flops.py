@@ -41,7 +41,7 @@ def forward_flops(layers: int, hidden: int, seq: int, vocab: int, samples: int =
 def training_flops(
     layers: int, hidden: int, seq: int, vocab: int, samples: int = 1, *, recomputed: Recomputed = "none"
 ) -> int:
-    """Return the FLOPs of a forward and its backward, which takes twice as many, and of what it computes again.
+    """Return the FLOPs of a forward, its backward (twice as many), and the recomputation.
 
     Args:
         layers: Number of layers l.

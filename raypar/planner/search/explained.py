@@ -126,4 +126,4 @@ def what_is_missing(ranking: Ranking, size: int) -> Sequence[str]:
     short = (one.need.bytes - ranking.room) / _GB
     text = f"zero {one.run.zero}, recompute {one.choices['recompute']}"
     needs = memory_text(one, ranking.room)
-    return [f"no layout fits: the sparest, {axes(one)}, {text}, lacks {short:.1f} GB: {needs}"]
+    return [f"no layout fits: the one that needs least, {axes(one)}, {text}, lacks {short:.1f} GB: {needs}"]

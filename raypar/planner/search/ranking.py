@@ -213,13 +213,13 @@ class _Search:
                 seconds = None if one.simulated is None or one.calibrated else simulated(paper)
                 yield Candidate(spared, predicted(paper), need, one.order, seconds)
 
-    def _fits(self, sparest: Run) -> bool:
+    def _fits(self, run: Run) -> bool:
         """Return whether a run fits; remember it if none needed less."""
         self.looked += 1
-        paper = self.paper(sparest)
+        paper = self.paper(run)
         need = need_of(paper)
         if self.least is None or need.bytes < self.least.need.bytes:
-            self.least = Candidate(sparest, predicted(paper), need)
+            self.least = Candidate(run, predicted(paper), need)
         return need.bytes <= self.room
 
     def paper(self, run: Run, order: Order = LADDER) -> StepModel:
@@ -343,5 +343,5 @@ def _fits(run: Run, model: GPT | Llama, cluster: Cluster, space: Space) -> Itera
     room = ROOM * cluster.device.memory
     for mesh in meshes(run, model, cluster.size, cluster.each_node, space):
         for plain in runs_on(run, model, mesh, replace(space, samples=1, schedules=("1f1b",))):
-            sparest = [*sparing(plain, model, space)][-1]
-            yield need_of(StepModel(sparest, model, cluster)).bytes <= room
+            smallest = [*sparing(plain, model, space)][-1]
+            yield need_of(StepModel(smallest, model, cluster)).bytes <= room

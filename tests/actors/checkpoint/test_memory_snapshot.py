@@ -152,10 +152,10 @@ def test_in_another_layout_snapshots_begin_anew_and_the_old_ones_are_there_until
     for actor in team.all:
         keepers.append(SnapshotKeeper(actor.member.context.plan, lambda step: None))
         keepers[-1].after(1, actor.member.state)
-    seat = replace(team.all[0].member.context.plan, layout=1)
+    plan = replace(team.all[0].member.context.plan, layout=1)
     keeper = keepers[1]
     for _ in range(2):  # the second time nothing changes
-        keeper.join(seat, lambda step: None)
+        keeper.join(plan, lambda step: None)
         assert keeper.steps() == {SnapshotOwner(0, 1): (1,)}
     assert [one.share for one in keeper.addresses() if one.is_written] == [SnapshotOwner(1, 0)]
     keeper.begin(1, team.all[0].member.state)

@@ -162,9 +162,9 @@ def test_a_layer_that_was_taken_over_has_the_bits_of_its_own(counted, half):
         x, gradient = torch.randn(*ROWS, IN), torch.randn(*ROWS, OUT)
         mine = x.clone().requires_grad_()
         out = ours(mine)
-        with linears.postponed() as owed:
+        with linears.postponed() as deferred:
             out.backward(gradient)
-        owed.compute(linears.memory)
+        deferred.compute(linears.memory)
         made = [out.detach(), mine.grad, *(parameter.grad for parameter in ours.parameters())]
         for one, other in zip(made, trained(whole, x, gradient), strict=True):
             assert torch.equal(one, other)

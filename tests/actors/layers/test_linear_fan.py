@@ -48,9 +48,9 @@ def trained(call, parameters, gradients, linears=None):
         torch.autograd.backward(outs, gradients)
     else:
         linears.begin()
-        with linears.postponed() as owed:
+        with linears.postponed() as deferred:
             torch.autograd.backward(outs, gradients)
-        owed.compute(linears.memory)
+        deferred.compute(linears.memory)
     return [*(out.detach() for out in outs), x.grad, *(parameter.grad for parameter in parameters)]
 
 
@@ -107,9 +107,9 @@ def test_halved_they_leave_all_their_weights():
     linears.halve(True)
     linears.begin()
     outs = ours(torch.randn(B, S, IN))
-    with linears.postponed() as owed:
+    with linears.postponed() as deferred:
         torch.autograd.backward(outs, gradients())
-    assert owed.parameters == {*ours.parameters()}
+    assert deferred.parameters == {*ours.parameters()}
 
 
 def heard(projections):

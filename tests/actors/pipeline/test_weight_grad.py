@@ -20,11 +20,11 @@ def backward(
     out,
     gradient,
 ):
-    """Goes back from ``out``; returns whose gradients were owed in between."""
-    with linears.postponed() as owed:
+    """Goes back from ``out``; returns whose gradients were deferred in between."""
+    with linears.postponed() as deferred:
         out.backward(gradient)
-    left = owed.parameters
-    owed.compute(linears.memory)
+    left = deferred.parameters
+    deferred.compute(linears.memory)
     return left
 
 
@@ -348,15 +348,15 @@ def test_outputs_may_be_written_into(shape, bias, write, half):
 
 
 @pytest.mark.parametrize("which", ["input", "gradient"])
-def test_what_is_owed_must_not_be_written_meanwhile(which):
+def test_what_is_deferred_must_not_be_written_meanwhile(which):
     layer = nn.Linear(6, 6)
     linears, x, gradient = taken_over(layer), torch.randn(5, 6), torch.randn(5, 6)
     out = linears.modules[0](x)
-    with linears.postponed() as owed:
+    with linears.postponed() as deferred:
         out.backward(gradient)
     (x if which == "input" else gradient).mul_(0.5)
     with pytest.raises(RuntimeError, match="was changed in place before the gradient of its weights was made"):
-        owed.compute({})
+        deferred.compute({})
 
 
 def test_small_layers_are_not_taken_over_for_the_sake_of_a_place():

@@ -59,9 +59,9 @@ def test_a_llama_with_few_heads_of_keys_and_values(tp, kv_heads, sequence):
 )
 def test_backwards_in_halves_have_the_bits_of_whole_ones(model, sequence, recompute, monkeypatch):
     """All linear layers that are divided leave the gradients of their weights for W."""
-    owed, add = [], DeferredGradients.add
+    deferred, add = [], DeferredGradients.add
     monkeypatch.setattr(
-        DeferredGradients, "add", lambda self, weight, *rest: owed.append(weight) or add(self, weight, *rest)
+        DeferredGradients, "add", lambda self, weight, *rest: deferred.append(weight) or add(self, weight, *rest)
     )
     weights = {}
     for backward in ("whole", "split"):
@@ -70,12 +70,12 @@ def test_backwards_in_halves_have_the_bits_of_whole_ones(model, sequence, recomp
         for step in range(2):
             team.step(step)
         weights[backward] = team.weights()
-        assert bool(owed) == (backward == "split")
+        assert bool(deferred) == (backward == "split")
     assert all(torch.equal(weight, weights["whole"][name]) for name, weight in weights["split"].items())
     if recompute == "none":
         linear = sum(name.endswith(".weight") and weight.dim() == 2 for name, weight in weights["split"].items())
         embeddings = sum(name.startswith("embed.") for name in weights["split"])
-        assert len({id(weight) for weight in owed}) == 2 * (linear - embeddings), "on both members"
+        assert len({id(weight) for weight in deferred}) == 2 * (linear - embeddings), "on both members"
 
 
 @pytest.mark.sampled

@@ -215,5 +215,7 @@ def test_where_nothing_fits_states_go_to_host_memory(tmp_path):
     run = load_run(out)
     assert run.offload == "optimizer"
     assert forecast_gb(run) == pytest.approx(of_plan, rel=0.05)
-    with pytest.raises(ConfigError, match=r"no layout fits: the sparest, one device, .*nor does one with --offload"):
+    with pytest.raises(
+        ConfigError, match=r"no layout fits: the one that needs least, one device, .*nor does one with --offload"
+    ):
         planned(f"--gpus 1 --gpu h100 --batch 8 {model} --model.layers 300")

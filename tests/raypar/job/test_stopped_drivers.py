@@ -135,7 +135,7 @@ def test_a_run_that_is_stopped_in_a_long_step_is_saved_at_once_as_it_was_before(
 
 def test_where_copies_have_no_room_the_run_goes_on_without(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(stop_wait, "_OF_OTHERS", SAVE_SECONDS)
-    monkeypatch.setattr(stops, "facts_of", lambda nodes, tells: {node.id: {"free": 10} for node in nodes})
+    monkeypatch.setattr(stops, "facts_of", lambda nodes, collector: {node.id: {"free": 10} for node in nodes})
     with rp.launch(replace(RUN, steps=3, folder=str(tmp_path / "run"))) as job:
         assert len(job.train()) == 3
     (told,) = [text for text in caplog.messages if "copies" in text]

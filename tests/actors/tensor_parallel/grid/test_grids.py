@@ -111,18 +111,18 @@ def test_recomputing_changes_no_bit(grid):
 @pytest.mark.parametrize(("grid", "recompute"), [("2d:2x2", "selective"), ("3d:2x2x2", "none")])
 def test_backwards_in_halves_have_the_bits_of_whole_ones(grid, recompute, monkeypatch):
     """All linear layers leave the gradients of their weights for W, with the messages that these need."""
-    owed, add, weights = [], DeferredGradients.add, {}
+    deferred, add, weights = [], DeferredGradients.add, {}
     monkeypatch.setattr(
-        DeferredGradients, "add", lambda self, weight, *rest: owed.append(weight) or add(self, weight, *rest)
+        DeferredGradients, "add", lambda self, weight, *rest: deferred.append(weight) or add(self, weight, *rest)
     )
     for backward in ("whole", "split"):
         team = team_of(grid, LLAMA, pp=2, m=3, backward=backward, recompute=recompute)
         team.step(0)
         weights[backward] = team.weights()
-        assert bool(owed) == (backward == "split")
+        assert bool(deferred) == (backward == "split")
     assert all(torch.equal(weight, weights["whole"][name]) for name, weight in weights["split"].items())
     linear = sum(weight.dim() == 2 for weight in weights["split"].values()) - 1
-    assert len({id(weight) for weight in owed}) == len(team.all) // 2 * linear, "but the embedding"
+    assert len({id(weight) for weight in deferred}) == len(team.all) // 2 * linear, "but the embedding"
 
 
 @pytest.mark.sampled
