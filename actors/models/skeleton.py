@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -29,6 +30,16 @@ class Skeleton:
 
     def __init__(self, spec: GPT | Llama | Layers, seed: int) -> None:
         self._spec, self._seed = spec, seed
+
+    def copy(self) -> Skeleton:
+        """Return a skeleton with copies of the layers, which may be called: what calls change stays in the copies.
+
+        Raises what the user's own function raises.
+        """
+        made = Skeleton(self._spec, self._seed)
+        with suppress(Exception):  # of an attribute that can't be copied: the layers are built again
+            made.model = self.model.changed(lambda _, layers: [*layers])
+        return made
 
     @cached_property
     def model(self) -> Model:

@@ -47,6 +47,13 @@ def noted_lines() -> Iterator[None]:
         _NOTING.on = False
 
 
+def note_copy(module: nn.Module, copy: nn.Module) -> None:
+    """Note for each module of a deep copy the user's line that made the original."""
+    for one, other in zip(module.modules(), copy.modules(), strict=True):
+        if one in _MADE:
+            _MADE[other] = _MADE[one]
+
+
 def made_at(error: BaseException) -> FrameSummary | None:
     """Return the user's line that made the innermost module that an error went through; None if it is not known."""
     found, trace = None, error.__traceback__

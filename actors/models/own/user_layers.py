@@ -20,7 +20,7 @@ from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.models.base import Model, Parallelize, unsharded
 from raypar.actors.models.init.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
 from raypar.actors.models.init.unregistered import demand_real, has_strays
-from raypar.actors.models.own.module_source_lines import made_at, noted_lines
+from raypar.actors.models.own.module_source_lines import made_at, note_copy, noted_lines
 from raypar.actors.models.own.user_plan import tensor_plan_of
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
@@ -279,7 +279,10 @@ def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDic
     chosen = [modules[index] for index in layers]
     parts = [part for module in chosen for part in module.modules()]
     kept = {id(tensor): tensor for part in parts for _, _, tensor in slots_of(part)}
-    return nn.ModuleDict({str(index): copy for index, copy in zip(layers, deepcopy(chosen, kept), strict=True)})
+    copies = deepcopy(chosen, kept)
+    for module, copy in zip(chosen, copies, strict=True):
+        note_copy(module, copy)
+    return nn.ModuleDict(dict(zip(map(str, layers), copies, strict=True)))
 
 
 def _parallelized(parallelize: Parallelize, own: nn.ModuleDict) -> Mapping[str, Shard]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from traceback import extract_tb
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import MaskError, first_line, is_ours
@@ -89,7 +90,14 @@ def _compute(model: Model, parts: Sequence[range], inputs: Values, target: Value
         model.loss(values, target)
 
 
-def call_faults(run: Run, values: Values) -> list[str]:
+def _with_weights(run: Run, model: Model, count: int) -> list[nn.Module]:
+    """Return copies of the first layers with their initial weights. Layers that can't be copied are built again."""
+    with suppress(Exception):
+        return model.materialize(range(count), run.seed, parallelize=lambda name, layer: {})
+    return build_model(run.model, run.seed).materialize(range(count), run.seed)
+
+
+def call_faults(run: Run, model: Model, values: Values) -> list[str]:
     """Return which layers do not call each of their lists of experts once, in the order of registration.
 
     Expert actors have no code of the layer: they take part in one call of each list. The layers compute a batch, with
@@ -97,10 +105,10 @@ def call_faults(run: Run, values: Values) -> list[str]:
 
     Args:
         run: The run, with own layers.
+        model: Its model, without weights.
         values: What the first layer takes.
     """
-    model, found = build_model(run.model, run.seed), list[str]()
-    every = model.materialize([*range(len(model.names))], run.seed)
+    found, every = list[str](), _with_weights(run, model, len(model.names))
     skipped = Skipped(model.skips, model.names)
     for index, (layer, module) in enumerate(zip(model.names, every, strict=True)):
         names, calls = [name for name in model.expert_lists if name.startswith(f"{layer}.")], list[str]()
@@ -125,12 +133,11 @@ def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]
     """Return why the layers can't compute the loss of the first batch, if that shows in the shapes.
 
     Only shapes and dtypes are looked at, in fp32 and on CPUs; with expert actors, also how layers call their experts.
-    What can't be tried is no fault: the actors will see. Layers and loss are called, so that what they keep of their
-    calls changes.
+    What can't be tried is no fault: the actors will see. Copies of the layers are called, and the loss itself.
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
-        skeleton: The model without weights, which nothing else uses.
+        skeleton: The model without weights, which stays as it is.
         num_stages: Number of stages.
     """
     if not isinstance(run.model, Layers) or run.precision.compute != "fp32" or not may_call(run, skeleton):
@@ -144,8 +151,9 @@ def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]
         if not _elements(inputs):
             return [f"data.fn gives no samples in its first batch, inputs of {_shapes(inputs)}: give one at least"]
         try:
+            tried = skeleton.copy()
             with torch.no_grad(), noticed_questions() as asked:
-                last, size = _suspected(skeleton, _on_meta(inputs), _on_meta(target))
+                last, size = _suspected(tried, _on_meta(inputs), _on_meta(target))
         except SkipError as error:
             return [f"model: {error}"]
         if asked and run.mesh.ways("dp") > 1:
@@ -153,15 +161,15 @@ def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]
         takes_shapes = last in (None, len(skeleton.model.skeleton))
         if last is None and size <= _MOST_COMPUTED:
             last = len(skeleton.model.skeleton)  # shapes alone do not show whether targets fit the loss
-        wrong = [] if last is None or size > _MOST_TRIED else _computed(run, last, inputs, target)
+        wrong = [] if last is None or size > _MOST_TRIED else _computed(run, skeleton.model, last, inputs, target)
         if not wrong and num_stages > 1:
             parts = skeleton.model.stages(run.split, num_stages)
-            wrong = graph_faults(skeleton.model, parts, _on_meta(inputs), _on_meta(target))
+            wrong = graph_faults(tried.model, parts, _on_meta(inputs), _on_meta(target))
         few = sum(_elements(layer.parameters()) for layer in skeleton.model.skeleton) + size <= _MOST_TRIED
         if not wrong and takes_shapes and run.model.plan and run.mesh.tensor_ranks > 1:
             ways, skips = run.mesh.tensor_ranks, skeleton.model.skips
-            wrong = plan_misfits(run.model.plan, skeleton.layers, ways, _on_meta(inputs), skips)
-        return wrong if wrong or not run.mesh.expert_actors or not few else call_faults(run, inputs)
+            wrong = plan_misfits(run.model.plan, tried.layers, ways, _on_meta(inputs), skips)
+        return wrong if wrong or not run.mesh.expert_actors or not few else call_faults(run, skeleton.model, inputs)
 
 
 def _suspected(skeleton: Skeleton, values: Values, target: Values) -> tuple[int | None, int]:
@@ -192,16 +200,15 @@ def _suspected(skeleton: Skeleton, values: Values, target: Values) -> tuple[int 
     return None, size
 
 
-def _computed(run: Run, last: int, values: Values, target: Values) -> list[str]:
+def _computed(run: Run, model: Model, last: int, values: Values, target: Values) -> list[str]:
     """Compute the first batch with weights, up to a layer or the loss; return the error that shows a misfit."""
     giver = "data.fn gives" if isinstance(run.data, Batches) else "the text gives"
-    model = build_model(run.model, run.seed)
     what = "model.fn"
     taken = ""
     met = Values()
     skipped = Skipped(model.skips, model.names)
     try:
-        made = model.materialize([*range(min(last + 1, len(model.names)))], run.seed)
+        made = _with_weights(run, model, min(last + 1, len(model.names)))
         for index, (name, layer) in enumerate(zip(model.names, made, strict=False)):
             values = skipped.inputs(index, values)
             what, taken, met = f"model: {name}", f"what {giver}, {_shapes(values)}", (*layer.parameters(),)

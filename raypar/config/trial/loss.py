@@ -67,16 +67,17 @@ def warn_of_loss(run: Run, skeleton: Skeleton) -> None:
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
-        skeleton: The model without weights, which no actor gets.
+        skeleton: The model without weights, which stays as it is.
     """
     if not isinstance(run.model, Layers) or not may_call(run, skeleton):
         return
     with unnoticed(), torch.no_grad():
         torch.manual_seed(0)
         try:
-            batches = list(islice(_batches(run, skeleton.model), _MICROBATCHES))
-            disagreeing = _disagreeing(skeleton.model, run.model, batches)
-            found = disagreeing or _misweighted(skeleton.model, batches, own=run.model.count is not None)
+            model = skeleton.copy().model
+            batches = list(islice(_batches(run, model), _MICROBATCHES))
+            disagreeing = _disagreeing(model, run.model, batches)
+            found = disagreeing or _misweighted(model, batches, own=run.model.count is not None)
         except Exception as error:  # layers, loss and data are the user's; their faults are found elsewhere
             log.info("of how many elements model.loss is the mean was not tried: %s", first_line(error))
         else:
@@ -89,7 +90,7 @@ def count_faults(run: Run, skeleton: Skeleton) -> list[str]:
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
-        skeleton: The model without weights, which no actor gets.
+        skeleton: The model without weights, which stays as it is.
     """
     if not isinstance(run.model, Layers) or run.model.count is None or not may_call(run, skeleton):
         return []
@@ -112,11 +113,11 @@ def metric_faults(run: Run, skeleton: Skeleton) -> list[str]:
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
-        skeleton: The model without weights, which no actor gets.
+        skeleton: The model without weights, which stays as it is.
     """
     if not isinstance(run.model, Layers) or not run.model.metrics or not may_call(run, skeleton):
         return []
-    model, faults = skeleton.model, list[str]()
+    model, faults = skeleton.copy().model, list[str]()
     with unnoticed(), torch.no_grad():
         try:
             batch = next(_batches(run, model))

@@ -61,7 +61,7 @@ def warn_of_attributes(run: Run, skeleton: Skeleton) -> None:
 
     Args:
         run: The run, checked, with a model and data that no actor gets.
-        skeleton: The model without weights, whose layers nobody has called yet.
+        skeleton: The model without weights, which stays as it is.
     """
     if not may_call(run, skeleton):
         return
@@ -69,12 +69,13 @@ def warn_of_attributes(run: Run, skeleton: Skeleton) -> None:
         try:
             source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
             inputs = source.inputs("train", 0, 0, 0)
-            before = dict(plain_attributes(skeleton.model.names, skeleton.model.skeleton))
-            outputs_of(skeleton.model, inputs)
+            model = skeleton.copy().model
+            before = dict(plain_attributes(model.names, model.skeleton))
+            outputs_of(model, inputs)
         except Exception as error:  # layers and data are the user's; their faults are found elsewhere
             log.info("which attributes of layers forwards change was not tried: %s", first_line(error))
             return
-    after = dict(plain_attributes(skeleton.model.names, skeleton.model.skeleton))
+    after = dict(plain_attributes(model.names, model.skeleton))
     if changed := [name for name, value in after.items() if before.get(name, value) != value]:
         others = f" and {len(changed) - 1} more change" if len(changed) > 1 else " changes"
         log.warning(

@@ -17,7 +17,7 @@ from raypar.config.schedule import Programs
 from raypar.config.validate.schedules import order_on
 from raypar.errors import ConfigError
 from raypar.job.layout.elastic import Layout, renumbered
-from raypar.job.start.launchable import check_launch
+from raypar.job.start.launchable import TrialRun, check_launch
 from raypar.planner.resource_needs import memory_in_all
 from raypar.schedules.formatting import size
 
@@ -61,7 +61,8 @@ def other_layout(
     faults += _same_faults(before, run)
     programs = None
     try:
-        programs = check_launch(replace(unrecorded(run), nonfinite="stop"), skeleton=skeleton, replaces=True)
+        there = replace(unrecorded(run), nonfinite="stop")
+        programs = check_launch(there, trial=TrialRun.of(there, skeleton), replaces=True)
     except ConfigError as error:
         faults += error.faults
     if programs is not None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from os import PathLike
 
-from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.checkpoint.find import VerifiedCheckpoint
-from raypar.cluster.lifecycle.ray_cluster import pickled_copies
 from raypar.config.arguments import checked_arguments
 from raypar.config.run import reset_faults
 from raypar.config.trial.silent_faults import warn_of_layers
@@ -23,20 +20,13 @@ from raypar.job.start.resume import Prepared, prepared
 def look_ahead(checked: Prepared) -> None:
     """Log warnings of mistakes in a checked run that no error reports."""
     warn_of_batches(checked.run)
-    _warn_of_first_batches(checked.run)
-    warn_of_layers(checked.run, checked.skeleton, checked.programs["train"])
-
-
-def _warn_of_first_batches(run: Run) -> None:
-    """Log warnings about the user's layers and loss, which are tried with the first batches."""
-    if isinstance(run.model, Layers):
+    if isinstance(checked.run.model, Layers):
         from raypar.config.trial.loss import warn_of_loss
         from raypar.config.trial.silent_faults import warn_of_attributes
 
-        model, data = pickled_copies((run.model, run.data))
-        trial, skeleton = replace(run, model=model, data=data), Skeleton(model, run.seed)
-        warn_of_attributes(trial, skeleton)  # before another call of the layers, which may change some for good
-        warn_of_loss(trial, skeleton)
+        warn_of_attributes(checked.trial.run, checked.skeleton)
+        warn_of_loss(checked.trial.run, checked.skeleton)
+    warn_of_layers(checked.run, checked.skeleton, checked.programs["train"])
 
 
 def replacement(

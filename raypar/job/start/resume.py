@@ -25,7 +25,7 @@ from raypar.config.toml import as_begun, flat, plain_of
 from raypar.config.validate.outputs import is_under_way
 from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError
-from raypar.job.start.launchable import check_launch
+from raypar.job.start.launchable import TrialRun, check_launch
 from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of
 
 log = logging.getLogger(__name__)
@@ -84,14 +84,19 @@ class Prepared(NamedTuple):
     Attributes:
         run: The run, with what it keeps of the checkpoint's.
         programs: Its lowered schedules.
-        skeleton: Its model without weights.
+        trial: Copies of its model and data, which may be called here.
         found: The checkpoint that it goes on from; None for a new run.
     """
 
     run: Run
     programs: Programs
-    skeleton: Skeleton
+    trial: TrialRun
     found: VerifiedCheckpoint | None
+
+    @property
+    def skeleton(self) -> Skeleton:
+        """Its model without weights."""
+        return self.trial.skeleton
 
     @property
     def taken(self) -> int:
@@ -124,12 +129,12 @@ def prepared(
     found, wrong = _begun_from(resume)
     if found is not None:
         run = as_begun(run, found.manifest.run)
-    skeleton, resumed = Skeleton(run.model, run.seed), None if found is None else found.path
+    trial, resumed = TrialRun.of(run), None if found is None else found.path
     try:
         programs = check_launch(
             run,
             resumed,
-            skeleton,
+            trial,
             overwrite=overwrite,
             wrong=wrong,
             replaces=replaces,
@@ -143,13 +148,13 @@ def prepared(
     for idle in idle_fields(run):
         log.warning("%s", idle)
     if found is not None:
-        demand_resumable(run, skeleton, found)
+        demand_resumable(run, trial.skeleton, found)
         if (taken := found.manifest.step) >= run.steps:
             left = f"train() has nothing to do; for more, give steps={taken + max(1, taken // 2)}"
             log.warning("%s has taken all %d steps of this run: %s", found.path.name, run.steps, left)
     if run.folder != AUTO and not (overwrite and run.folder is not None and holds_run(absolute(run.folder))):
         demand_room(run, 0 if found is None else found.manifest.step)
-    return Prepared(run, programs, skeleton, found)
+    return Prepared(run, programs, trial, found)
 
 
 def _begun_from(

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import threading
 import time
 from dataclasses import replace
 
@@ -14,8 +15,8 @@ import raypar as rp
 from raypar.actors.models.skeleton import Skeleton
 from raypar.config.trial.layers import layer_faults
 from raypar.job.start.before_launch import look_ahead
-from raypar.job.start.launchable import check_launch
-from raypar.job.start.resume import Prepared
+from raypar.job.start.launchable import TrialRun, check_launch
+from raypar.job.start.resume import Prepared, prepared
 
 
 def batch(step, microbatch, dp):
@@ -308,9 +309,39 @@ def test_what_the_loss_remembers_of_the_trial_reaches_no_actor():
             return x
 
     run = rp.Run(model=rp.Layers(fn, loss), data=rp.Batches(batch))
-    skeleton = Skeleton(run.model, run.seed)
-    look_ahead(Prepared(run, check_launch(run, None, skeleton), skeleton, None))
+    trial = TrialRun.of(run)
+    look_ahead(Prepared(run, check_launch(run, trial=trial), trial, None))
     assert (loss.mean, shapes) == (None, [])
+
+
+def test_a_launch_builds_the_layers_once(tmp_path):
+    built = tmp_path / "built"
+
+    def fn():
+        with built.open("a") as file:
+            file.write("x")
+        return [nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2)]
+
+    run = rp.Run(model=rp.Layers(fn, nn.functional.mse_loss, count=len), data=rp.Batches(batch), mesh=rp.Mesh(pp=2))
+    look_ahead(prepared(run, None))
+    assert built.read_text() == "x"
+    assert rp.faults(run) == []
+    assert built.read_text() == "xx"
+
+
+def test_layers_that_cant_be_copied_are_built_again_for_the_trial():
+    class Locked(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 2)
+            self.lock = threading.Lock()
+
+        def forward(self, x):
+            with self.lock:
+                return super().forward(x)
+
+    assert faults_of(lambda: [Locked()]) == []
+    (fault,) = faults_of(lambda: [Locked(), nn.Linear(3, 1)])
+    assert fault.startswith("model: layers.1 can't take what layers.0 makes")
 
 
 def test_the_skeleton_stays_without_weights():
