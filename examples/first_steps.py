@@ -35,7 +35,7 @@ print(s.state())
 # %% Another order for what is left of the step: it is checked first, together with what is done
 s.swap("1f1b")
 
-# %% Stop where something is to be seen
+# %% Stop at the first backward with a gradient
 s.break_on(lambda seen: seen.action.op == "B" and seen.norm > 0)
 s.run()
 

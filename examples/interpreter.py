@@ -20,12 +20,12 @@ class Rank:
 
     def __init__(self, row: tuple[Action, ...], model: nn.ModuleList, own: list[int], links: Messages) -> None:
         self.todo, self.model, self.own, self.links = deque(row), model, own, links
-        self.here: Messages = {}  # what stages on this rank have for one another
+        self.here: Messages = {}  # between stages on this rank
         self.saved: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # input and output, from F to W
 
     def perform(self) -> bool:
-        """Perform the next action of the row. Return False if it is a RECV of what was not sent yet."""
-        stage, op, mb, _ = self.todo[0]  # the rest is of asynchronous schedules
+        """Perform the next action of the row. Return False if it is a RECV whose message was not sent yet."""
+        stage, op, mb, _ = self.todo[0]  # the last field is for asynchronous schedules
         if op in (Op.RECV_F, Op.RECV_B):
             key = (op.value[-1], stage, mb)
             if key not in self.links:

@@ -2,7 +2,7 @@
 
 python examples/own_model.py
 
-With ``Mesh(pp=3, dp=2)`` two replicas train, each on batches of its own: ``dp`` says whose batch is asked for.
+With ``Mesh(pp=3, dp=2)`` two replicas train, each on batches of its own: ``dp`` is the replica of a batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def unseen(step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The share of pictures whose quarter is found. ``job.evaluate()`` says it besides the loss."""
+    """The share of pictures whose quarter is found. ``job.evaluate()`` reports it besides the loss."""
     return (output.argmax(1) == target).float().mean()
 
 

@@ -3,7 +3,7 @@
 Run it as a script, or cell by cell (``# %%``) in an editor or a notebook; it takes less than a minute.
 """
 
-# %% An MLP-Mixer (Tolstikhin et al. 2021) in plain PyTorch. It knows nothing of actors
+# %% An MLP-Mixer (Tolstikhin et al. 2021) in plain PyTorch, without any code for actors
 from dataclasses import replace
 
 import torch
@@ -70,7 +70,7 @@ def batch(step: int, microbatch: int, dp: int) -> tuple[Tensor, Tensor]:
     return pictures, quarter
 
 
-# %% The plan names modules: up makes half of the hidden features on each actor, down needs just those, and sums
+# %% The plan names modules: up makes half of the hidden features on each actor, down takes that half and sums
 plan = {
     "layers.*.*.up": "column",
     "layers.*.*.drop": "dropout",
@@ -86,13 +86,13 @@ run = rp.Run(
     steps=30,
 )
 
-# %% What does not fit is told before an actor starts
+# %% A plan that does not fit is refused before an actor starts
 try:
     rp.launch(rp.Run(model=rp.Layers(layers, run.model.loss, plan={"layers.*.up": "column"}), data=run.data))
 except rp.ConfigError as error:
     print(error)
 
-# %% Two actors train. Whatever is asked for is whole again
+# %% Two actors train. The job returns whole tensors
 job = rp.launch(run)
 reports = job.train()
 print(f"loss from {reports[0].loss:.3f} to {reports[-1].loss:.3f}")

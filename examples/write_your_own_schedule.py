@@ -4,8 +4,8 @@ python examples/write_your_own_schedule.py        # or cell by cell, in an edito
 """
 
 # %% A schedule is a function of two numbers. It returns a row of actions for each pipeline rank: 0F3 is stage 0's
-# forward of microbatch 3, 0B3 its backward. This one is 1F1B with twice the warm-up, so that a value which is long on
-# its way keeps nobody waiting ("eager 1F1B", Zhuang et al. 2023). A name makes it as good as raypar's own.
+# forward of microbatch 3, 0B3 its backward. This one is 1F1B with twice the warm-up, so that no rank waits for a value
+# on a slow link ("eager 1F1B", Zhuang et al. 2023). With a name it is used like raypar's own.
 from __future__ import annotations
 
 import tempfile
@@ -30,15 +30,15 @@ def row(rank: int, warmup: int, num_microbatches: int) -> list[str]:
     return [*forwards[:warmup], *(action for pair in pairs for action in pair), *backwards[num_microbatches - warmup :]]
 
 
-# %% Will it run? Whatever is wrong comes with the smallest case of it: two ranks are enough to see that the warm-up
-# grows at the wrong end. Rank 0 waits for a backward of rank 1, and that one for more forwards of rank 0.
+# %% Will it run? A fault is reported with its smallest case: two ranks are enough to see that the warm-up grows at the
+# wrong end. Rank 0 waits for a backward of rank 1, and rank 1 for more forwards of rank 0.
 try:
     demand_sound(build("eager", 4, 8), partial(build, "eager"))
 except ScheduleError as error:
     print(error)
 
 
-# %% The first rank has the longest way ahead of it. Define it again, as in a notebook: the new one replaces the old.
+# %% The first rank needs the longest warm-up. Define it again, as in a notebook: the new one replaces the old.
 @rp.register_schedule("eager", summary="1f1b with twice the warm-up, for slow links")
 def eager(num_ranks: int, num_microbatches: int) -> list[list[str]]:  # noqa: F811
     return [row(rank, 2 * (num_ranks - 1 - rank), num_microbatches) for rank in range(num_ranks)]
@@ -47,8 +47,8 @@ def eager(num_ranks: int, num_microbatches: int) -> list[list[str]]:  # noqa: F8
 demand_sound(build("eager", 4, 8), partial(build, "eager"))
 print(build("eager", 4, 8))
 
-# %% Is it any good? Where values travel in no time it only holds more than 1F1B; where they take half as long as a
-# forward it is as fast as GPipe, and holds less.
+# %% Is it any good? If messages take no time it only holds more than 1F1B; if they take half as long as a forward it is
+# as fast as GPipe, and holds less.
 for link in (0.0, 0.5):
     print(f"\nfrom rank to rank in {link} of a forward")
     for name in ("gpipe", "1f1b", "eager"):

@@ -1,7 +1,7 @@
 #!/bin/sh
 # The ray command of an on-premise cluster: as Ray's own, with two differences.
-# "ray stop", with which Ray's launcher ends a cluster, ends the processes of this cluster alone: Ray's own would end
-# every Ray of the machine that this user may end. And what a node has beside its raylet ends with it, whyever that ends.
+# "ray stop", with which Ray's launcher ends a cluster, ends only the processes of this cluster: Ray's own would end
+# every Ray of the machine that this user may end. And the other processes of a node end with its raylet, however it ends.
 here="$HOME/raypar-cluster"
 of_this_cluster="$here/tmp/session_"
 

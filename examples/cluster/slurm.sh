@@ -11,7 +11,7 @@
 #SBATCH --cpus-per-task=8
 #SBATCH --time=01:00:00
 #SBATCH --exclusive
-# Add --gpus-per-node=8 for GPUs, and --device cuda to the words behind the script.
+# Add --gpus-per-node=8 for GPUs, and --device cuda to the arguments after the script.
 # At the end of --time Slurm ends all processes at once: have --save-every and --folder, and go on with --resume.
 # --exclusive is needed: at its end ray symmetric-run stops every Ray of this user on each node.
 
