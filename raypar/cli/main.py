@@ -13,9 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, ClassVar, TextIO
-
-from raypar.cli.words.help_text import Command, help_text
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
 
 if TYPE_CHECKING:
     from raypar.planner.resource_needs import Rows
@@ -35,6 +34,24 @@ _MORE = "raypar plan shows bytes and seconds, and compares levels of ZeRO"
 
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths that nothing can have
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Attributes:
+        function: The function that runs it, below raypar.cli; it takes the words after the command's name.
+        level: The least level of the log messages that are printed; None: logging is as Python has it.
+        has_actors: Whether it starts actors, which SIGTERM ends as Ctrl-C does.
+        has_steps: Whether it is about a run: a mistake in it says that no step was taken.
+        is_styled: Whether its text has colours if it is printed to a terminal.
+    """
+
+    function: str
+    level: int | None = None
+    has_actors: bool = False
+    has_steps: bool = False
+    is_styled: bool = False
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:
@@ -69,10 +86,10 @@ def run_command(argv: Sequence[str] | None = None) -> int:
 
 def _command(words: list[str]) -> int:
     if not words:
-        return _fail(f"a command is missing\n\n{help_text(_TABLE)}", MISTAKE)
+        return _fail(f"a command is missing\n\n{_help_text()}", MISTAKE)
     name, rest = words[0], words[1:]
     if name in ("-h", "--help", "help"):
-        return _say(help_text(_TABLE), end="")
+        return _say(_help_text(), end="")
     if name == "--version":
         from importlib.metadata import version  # takes as long to import as all else that help needs
 
@@ -86,6 +103,11 @@ def _command(words: list[str]) -> int:
         if command.has_actors:
             stack.enter_context(_terminable())
         return _run(command, rest)
+
+
+def _help_text() -> str:
+    """Return what ``raypar --help`` prints: the commands, examples and the exit codes."""
+    return Path(__file__).with_name("help.txt").read_text()
 
 
 def _meant(name: str) -> str:
@@ -287,84 +309,28 @@ def _fail(text: str, code: int, error: BaseException | None = None) -> int:
 
 _RUN = partial(Command, level=logging.INFO, has_actors=True, has_steps=True)
 _TEXT = partial(Command, level=logging.ERROR, has_actors=True, has_steps=True)
-_TABLE = {  # the commands by how they are used, under the headings of help
-    "with actors": {
-        "train [RECIPE|FILE.toml] [flags]": _RUN(
-            "train.train:train",
-            "train; recipes: gpt-tiny, gpt-small (default), gpt-124m, llama-tiny, llama-small, moe-tiny, moe-small",
-        ),
-        "sft EXAMPLES --model FOLDER [flags]": _RUN(
-            "train.finetune:sft", "fine-tune a model of Hugging Face; flags are those of train"
-        ),
-        "step [RECIPE|FILE.toml] [flags]": _RUN(
-            "train.short_runs:step", "a Python REPL in which you take a step action by action (gpt-tiny)"
-        ),
-        "verify [RECIPE|FILE.toml|RUN] [flags]": _RUN(
-            "train.short_runs:run_verify", "compare a few steps with one plain process, bit by bit"
-        ),
-        'generate RUN|FOLDER "PROMPT" ...': _TEXT(
-            "text.generate:generate", "go on with prompts; FOLDER: a checkpoint, or one of Hugging Face"
-        ),
-        "chat RUN|FOLDER": _TEXT("text.generate:chat", "answer in the terminal, token by token"),
-        "eval RUN|FOLDER [DATA]": _TEXT(
-            "text.evaluate:evaluate", "loss, perplexity and bits per byte on validation data, or on a file"
-        ),
-        "recipes": Command("recipes:recipes", "list the recipes with their sizes"),
-        "doctor [--json] [--sweep]": Command(
-            "doctor:run_doctor",
-            "what is wrong with this machine or the cluster at RAY_ADDRESS",
-            logging.INFO,
-            has_actors=True,
-        ),
-        "calibrate [--out FILE] [--seconds N]": Command(
-            "calibrate:run_calibrate",
-            "measure this machine or cluster, for predictions in seconds",
-            logging.WARNING,
-            has_actors=True,
-        ),
-    },
-    "without actors, in no time (SCHEDULE may be code of yours: my.py:function or package.module:function)": {
-        "plan [RECIPE|FILE.toml] [flags]": _RUN(
-            "plan.planning:run_plan",
-            "memory by kind and bytes sent, at every level of ZeRO; "
-            "with --gpus N the best layouts on a cluster on paper",
-        ),
-        "draw SCHEDULE|FILE.csv [flags]": Command(
-            "schedules.schedules:draw", "draw a schedule: text, SVG, CSV, Chrome trace", logging.INFO, is_styled=True
-        ),
-        "check SCHEDULE|FILE.csv [flags]": Command("schedules.schedules:prove", "prove that a schedule can run"),
-        "simulate SCHEDULE|FILE.csv [flags]": Command(
-            "schedules.schedules:measure", "how long a schedule takes, and how much of it is bubble"
-        ),
-        "gallery [-o schedules.html]": Command(
-            "schedules.gallery:gallery", "all schedules side by side: what each takes and holds"
-        ),
-        "compare A B [C ...] [-o both.html]": Command(
-            "schedules.compare:compare", "some of them, or of yours: also versions, messages, where rows differ"
-        ),
-    },
-    "examples, as a run learns them": {
-        "data show EXAMPLES|RUN [flags]": Command(
-            "data:show", "print sequences, with what is learned in colour", logging.INFO, is_styled=True
-        ),
-    },
-    "checkpoints, which raypar train --folder FOLDER writes": {
-        "ckpt ls FOLDER": Command("checkpoints:run_ckpt", "list them"),
-        "ckpt verify PATH": Command("checkpoints:run_ckpt", "read every byte of one, or of all in a folder"),
-        "ckpt export RUN FOLDER": Command("checkpoints:run_ckpt", "write one as a folder of Hugging Face"),
-    },
-    "run folders, which raypar train --folder RUN writes": {
-        "report RUN [-o report.html]": Command(
-            "run_folder:run_report", "one HTML file: losses, speed, times, memory, messages"
-        ),
-        "report RUN RUN ...": Command("run_folder:run_report", "one HTML file that compares runs"),
-        "report RUN --live [--port N]": Command(
-            "run_folder:run_report", "the same, served on 127.0.0.1 and refreshed while training goes on"
-        ),
-        "trace RUN [-o trace.json]": Command("run_folder:run_trace", "the latest measured step, for ui.perfetto.dev"),
-    },
+_COMMANDS = {  # in the order of help.txt, which describes them
+    "train": _RUN("train.train:train"),
+    "sft": _RUN("train.finetune:sft"),
+    "step": _RUN("train.short_runs:step"),
+    "verify": _RUN("train.short_runs:run_verify"),
+    "generate": _TEXT("text.generate:generate"),
+    "chat": _TEXT("text.generate:chat"),
+    "eval": _TEXT("text.evaluate:evaluate"),
+    "recipes": Command("recipes:recipes"),
+    "doctor": Command("doctor:run_doctor", logging.INFO, has_actors=True),
+    "calibrate": Command("calibrate:run_calibrate", logging.WARNING, has_actors=True),
+    "plan": _RUN("plan.planning:run_plan"),
+    "draw": Command("schedules.schedules:draw", logging.INFO, is_styled=True),
+    "check": Command("schedules.schedules:prove"),
+    "simulate": Command("schedules.schedules:measure"),
+    "gallery": Command("schedules.gallery:gallery"),
+    "compare": Command("schedules.compare:compare"),
+    "data": Command("data:show", logging.INFO, is_styled=True),
+    "ckpt": Command("checkpoints:run_ckpt"),
+    "report": Command("run_folder:run_report"),
+    "trace": Command("run_folder:run_trace"),
 }
-_COMMANDS = {usage.split()[0]: command for group in _TABLE.values() for usage, command in group.items()}
 
 
 if __name__ == "__main__":

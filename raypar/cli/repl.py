@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import raypar
@@ -28,27 +29,16 @@ _MISTAKES = (
     UnknownNameError,
 )  # errors that need no traceback
 
-HELP = """\
-job is the run on its actors, s the stepper of its next step:
-  s.next()  s.run(5)  s.run_to("1B0")   on in the schedule's own order
-  s.ready()  s.do("0F1")                on in any order that is possible
-  s.why("0B0")                          what an action waits for
-  s.peek("0F0")  s.state()              what was made, what is held
-  s.swap("1f1b")                        another order for what is left
-  s.rewind()  s.abort()                 back to the step's start; as if never begun
-  s.finish()                            the rest; its report
-Tab completes, also inside of do("; s = job.stepper() opens the next step;
-Ctrl-D leaves"""
-
 Namespace = dict[str, Any]
 
 
 def interact(job: Job) -> None:
     """Run a Python console on standard input, with ``job``, its stepper ``s`` and ``rp``, until the input ends."""
+    shown = Path(__file__).with_name("repl.txt").read_text()
     namespace: Namespace = {"job": job, "s": job.stepper(), "rp": raypar, "__name__": "__console__"}
     tab_completion(namespace)
     with suppress(SystemExit):  # exit() leaves the console
-        _Console(namespace).interact(banner=f"{HELP}\n\n{namespace['s']!r}", exitmsg="")
+        _Console(namespace).interact(banner=f"{shown}\n{namespace['s']!r}", exitmsg="")
 
 
 def tab_completion(namespace: Namespace) -> None:

@@ -58,6 +58,7 @@ def test_help_names_every_command_and_exit_code(said):
     for word in ["train", "verify", "draw", "check", "simulate", "gallery", "compare", "130", "143", "gpt-124m"]:
         assert word in out
     assert "exit codes:" in out
+    assert [*dict.fromkeys(re.findall(r"^  raypar ([a-z]+)", out, re.MULTILINE))] == [*cli._COMMANDS]
     assert said("--version") == (0, "raypar 0.1.0\n", "")
 
 
