@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,6 +133,12 @@ class FaultsError(Exception):
 
     def __reduce__(self) -> tuple[type[Self], tuple[list[str]]]:
         return type(self), (self.faults,)
+
+    @classmethod
+    def raise_if(cls, faults: Iterable[str]) -> None:
+        """Raise an error with all faults, if there are any."""
+        if found := [*faults]:
+            raise cls(found)
 
 
 class CheckpointError(FaultsError, RuntimeError):

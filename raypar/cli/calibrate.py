@@ -67,8 +67,7 @@ def run_calibrate(words: Sequence[str], say: Callable[[str], object]) -> str:
     path = default_path() if args.out is None else args.out
     if path is None:
         raise ConfigError(["RAYPAR_CALIBRATION is empty, so that nothing is used: give --out FILE"])
-    if faults := [*unwritable_faults(path)]:
-        raise ConfigError(faults)
+    ConfigError.raise_if(unwritable_faults(path))
     os.environ[VARIABLE] = ""  # the short runs are predicted without the calibration that is being made
     from raypar.calibration.calibrate import calibrate  # imports torch and Ray, which --help does not
 

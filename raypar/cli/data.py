@@ -81,8 +81,8 @@ def show(words: Sequence[str], terminal: bool) -> str:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
         raise ConfigError([f"{given}: {_USAGE}"])
     spec, args = _spec(parse_command(ShowArgs(), words[1:], "data show", _WHAT))
-    if faults := example_faults(spec, args.seq, sys.maxsize):
-        raise ConfigError([f"data.{fault}".replace("--data.template", "--template") for fault in faults])
+    faults = example_faults(spec, args.seq, sys.maxsize)
+    ConfigError.raise_if(f"data.{fault}".replace("--data.template", "--template") for fault in faults)
     warn_of_examples(spec, args.seq)
     train, val = open_sequences(spec, args.seq)
     samples = np.arange(args.first, args.first + args.number, dtype=np.int64)
@@ -108,8 +108,7 @@ def _spec(args: ShowArgs) -> tuple[Examples, ShowArgs]:
             raise ConfigError([f"the run in {args.words[0]!r} has no examples: {_USAGE}"])
         return run.data, replace(args, seq=run.model.seq, seed=run.seed)
     path, faults = named_examples(args.words, _USAGE)
-    if faults:
-        raise ConfigError(faults)
+    ConfigError.raise_if(faults)
     return Examples(path, args.tokenizer, args.template, args.learn, args.packing, val_path=args.val_path), args
 
 

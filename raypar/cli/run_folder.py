@@ -182,8 +182,7 @@ def _predicted(past: Past) -> list[str]:
 
 def _written(target: Path, out: Path | None, text: str) -> str:
     """Write a file and return a line that says so. ``out`` is the path that a flag gave, if one did."""
-    if faults := list(output_file_faults("--out", target)) if out else []:
-        raise ConfigError(faults)
+    ConfigError.raise_if(output_file_faults("--out", target if out else None))
     try:
         write_text(target, text)
     except OSError as error:

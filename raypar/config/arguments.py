@@ -63,8 +63,7 @@ def _demand(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
     except TypeError as error:  # one is missing, or they are too many
         raise TypeError(f"{function.__name__}: {error}") from None
     given = {name: plain_value(value) for name, value in bound.arguments.items() if name in kind.__annotations__}
-    if faults := [fault.text for fault in value_faults(kind, given)]:
-        raise ConfigError([f"{function.__name__}: {fault}" for fault in faults])
+    ConfigError.raise_if(f"{function.__name__}: {fault.text}" for fault in value_faults(kind, given))
 
 
 def _unknown(function: str, name: str, names: list[str]) -> str:

@@ -65,8 +65,7 @@ def layout(name: str) -> dict[str, Any]:
             f"layout {name!r} has {stage} actors a stage ({made}), which tp x cp = {inner} does not divide: "
             f"use dp{of['dp'] * inner}, or smaller tp and cp"
         )
-    if faults:
-        raise ConfigError(faults)
+    ConfigError.raise_if(faults)
     dp, etp = stage // inner, of["etp"] if "etp" in dict(ways) else None
     mesh = Mesh(of["pp"], dp, of["cp"], of["tp"], ep=of["ep"], etp=etp, expert_actors=apart)
     return {"mesh": mesh} | ({"zero": of["zero"]} if "zero" in dict(ways) else {})

@@ -6,12 +6,14 @@ pydantic does the check. It is imported only inside the functions that use it: t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from raypar.actors.not_yet import not_yet_hint
+from raypar.errors import ConfigError
 from raypar.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -86,6 +88,15 @@ class FieldFault(NamedTuple):
     path: str
     text: str
     of_type: bool
+
+
+@contextmanager
+def collected(path: str, faults: list[FieldFault]) -> Iterator[None]:
+    """Add the faults of a ConfigError to ``faults``, as those of the field at ``path``, and go on."""
+    try:
+        yield
+    except ConfigError as error:
+        faults += [FieldFault(path, text, of_type=True) for text in error.faults]
 
 
 def right_fields(wrong: Sequence[FieldFault]) -> Callable[..., bool]:

@@ -142,10 +142,8 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
         fix = sized + known if sized else did_you_mean(str(name), RECIPES, known, spelled=repr, both=True)
         raise ConfigError([f"there is no recipe {name!r}: {fix}"])
     laid_out = {} if layout is None else fields_of(layout)
-    if both := [field for field in laid_out if field in changes]:
-        raise ConfigError(
-            [f"layout {layout!r} sets {field}, which is given too: leave one of them out" for field in both]
-        )
+    both = (field for field in laid_out if field in changes)
+    ConfigError.raise_if(f"layout {layout!r} sets {field}, which is given too: leave one of them out" for field in both)
     return replace(RECIPES[name](), **laid_out, **changes)
 
 
@@ -176,8 +174,7 @@ def depth(layers: int, *, dp: int = 1, vocab: int = 256) -> Run:
         faults.append(f"vocab is {vocab}: give 1 or more")
     if dp < 1 or samples % dp:
         faults.append(f"dp is {dp}: give a divisor of the {samples} sequences of a step, 1 to {samples}")
-    if faults:
-        raise ConfigError(faults)
+    ConfigError.raise_if(faults)
     hidden = -(-_WIDTH * layers // _HEAD) * _HEAD
     model = Llama(layers=layers, hidden=hidden, heads=hidden // _HEAD, seq=_SEQ, vocab=vocab, qk_norm=True)
     steps = max(1, round(_TOKENS * num_parameters(model) / _BATCH))

@@ -108,8 +108,8 @@ def check_run(
     programs = finished_programs(run, skeleton, programs)
     if before_data is not None:
         before_data(programs)
-    if not isinstance(run.data, Batches) and (faults := [*data_faults(replace(examined, converts=True))]):
-        raise ConfigError(faults)
+    if not isinstance(run.data, Batches):
+        ConfigError.raise_if(data_faults(replace(examined, converts=True)))
     return programs
 
 

@@ -32,7 +32,7 @@ from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.absolute_paths import rooted
 from raypar.config.expert_layout_names import layout
-from raypar.config.fields import FieldFault, field_faults, short_repr
+from raypar.config.fields import FieldFault, collected, field_faults, short_repr
 from raypar.config.hugging_face.config_reader import HF
 from raypar.config.hugging_face.transformers_model import is_theirs, their_model_again
 from raypar.config.recipes import recipe
@@ -209,15 +209,11 @@ def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, li
         raise ConfigError([f"{part}.fn is {short_repr(name)}: {how}" for part, name in own.items()])
     start = base or Run()
     if "recipe" in rest:
-        try:
+        with collected("", faults):
             start = recipe(str(rest.pop("recipe")))
-        except ConfigError as error:
-            faults += [FieldFault("", text, of_type=True) for text in error.faults]
     if "layout" in rest:
-        try:
+        with collected("", faults):
             start = replace(start, **layout(str(rest.pop("layout"))))
-        except ConfigError as error:
-            faults += [FieldFault("", text, of_type=True) for text in error.faults]
     if theirs is not None:
         start = replace(start, model=theirs)
     run = _changed(start, rest, "", faults)
@@ -289,15 +285,11 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[FieldFa
         else:
             inner = dict(value)
             if path == "model" and begins_in_folder(inner):
-                try:
+                with collected("model.hf", faults):
                     old = HF(inner["hf"], **{name: inner[name] for name in _SCALARS & inner.keys()})
-                except ConfigError as error:
-                    faults += [FieldFault("model.hf", text, of_type=True) for text in error.faults]
             if path in _KINDS and "kind" in inner:
-                try:
+                with collected(f"{path}.kind", faults):
                     old = of_kind(path, inner.pop("kind"), old)
-                except ConfigError as error:
-                    faults += [FieldFault(f"{path}.kind", text, of_type=True) for text in error.faults]
             changes[key] = _changed(old, inner, f"{path}.", faults)
     return replace(base, **changes)
 

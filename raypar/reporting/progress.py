@@ -6,13 +6,13 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
-from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from raypar.actors.specs.run import Run
 from raypar.reporting.evaluation import Evaluation
@@ -24,15 +24,8 @@ from raypar.schedules.float_sum import float_sum
 log = logging.getLogger("raypar")
 
 
-class Display(Protocol):
-    """Shows reports and evaluations as they come."""
-
-    def show(self, outcome: Report | Evaluation) -> None:
-        """Show a report or an evaluation."""
-
-
 @contextmanager
-def display(run: Run, steps: int) -> Iterator[Display]:
+def display(run: Run, steps: int) -> Iterator[Callable[[Report | Evaluation], None]]:
     """Show the progress of a run within the block: a bar if standard error is a terminal, otherwise log lines.
 
     Args:
@@ -40,11 +33,11 @@ def display(run: Run, steps: int) -> Iterator[Display]:
         steps: The number of steps after which it ends.
 
     Yields:
-        The display.
+        The function that shows a report or an evaluation.
     """
     if not sys.stderr.isatty():
         with on_screen():
-            yield _Lines(steps, unit_of(run))
+            yield _Lines(steps, unit_of(run)).show
         return
     columns = (
         TextColumn("[bold]{task.description}"),
@@ -54,7 +47,7 @@ def display(run: Run, steps: int) -> Iterator[Display]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield _Bar(progress, steps, unit_of(run))
+        yield partial(_update, progress, progress.add_task("train", total=steps, figures=""), unit_of(run))
 
 
 @contextmanager
@@ -73,18 +66,12 @@ def on_screen() -> Iterator[None]:
         log.setLevel(level)
 
 
-class _Bar:
-    """A live bar on a terminal."""
-
-    def __init__(self, progress: Progress, steps: int, unit: str) -> None:
-        self._progress, self._steps, self._unit = progress, steps, unit
-        self._task = progress.add_task("train", total=steps, figures="")
-
-    def show(self, outcome: Report | Evaluation) -> None:
-        if isinstance(outcome, Report):
-            self._progress.update(self._task, completed=outcome.step + 1, figures=_figures(outcome, self._unit))
-        else:
-            self._progress.console.print(evaluation_line(outcome), highlight=False)
+def _update(progress: Progress, task: TaskID, unit: str, outcome: Report | Evaluation) -> None:
+    """Show an outcome in a live bar on a terminal."""
+    if isinstance(outcome, Report):
+        progress.update(task, completed=outcome.step + 1, figures=_figures(outcome, unit))
+    else:
+        progress.console.print(evaluation_line(outcome), highlight=False)
 
 
 class _Lines:

@@ -107,8 +107,7 @@ def _ranked(run: Run, args: PlanArgs, wrong: Sequence[FieldFault], words: Sequen
     batch = args.batch or run.microbatches * run.micro_batch_size * run.mesh.dp
     space, price = _space(batch, run, words), _price(args, cluster)
     assert isinstance(run.model, GPT | Llama)
-    if faults := [*axis_faults(run.model, cluster.size, space)]:
-        raise ConfigError(faults)
+    ConfigError.raise_if(axis_faults(run.model, cluster.size, space))
     fills = args.cluster is None and not args.nodes
     on = _on(run, cluster, is_given=any(word.startswith("--precision") for word in words))
     offloads = run.offload == "none" and not [*values_of("--offload", words)]

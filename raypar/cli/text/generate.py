@@ -266,8 +266,7 @@ def run_on(source: str, args: ChatArgs, folder: Path) -> tuple[Run, VerifiedChec
         numbers.write_text(" ".join(map(str, range(64 * (model.seq + 2)))))
         settings["data"] = Text(str(numbers), None if file is None else str(file), cache=str(folder))
     run = Run(micro_batch_size=1, **settings)
-    if wrong := [*wrong, *generation_faults(run)]:
-        raise ConfigError(wrong)
+    ConfigError.raise_if([*wrong, *generation_faults(run)])
     return run, found, tokenizer
 
 

@@ -143,9 +143,6 @@ def how_to_go_on(run: Run) -> str:
         sound = []
     if not sound:
         return "nothing was saved" + ("" if run.save_every else ": give --save-every to keep checkpoints")
-    code = (
-        f" --schedule {shlex.quote(str(run.schedule))}"
-        if isinstance(run.schedule, str) and names_code(run.schedule)
-        else ""
-    )
+    is_code = isinstance(run.schedule, str) and names_code(run.schedule)
+    code = f" --schedule {shlex.quote(str(run.schedule))}" if is_code else ""
     return f"resume with: raypar train --resume {shlex.quote(run.folder)}{code} (after step {sound[0]})"

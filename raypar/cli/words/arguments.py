@@ -58,8 +58,7 @@ def parse_command(blank: A, words: Sequence[str], command: str, what: str, missi
     if absent and known.issuperset(fault.path for fault in wrong):  # else it may be the value of an unknown flag
         faults.append(missing)
     args = tyro.cli(type(blank), args=["", *sound] if absent else sound, prog=f"raypar {command}", description=what)
-    if faults := [*faults, *args.faults()]:
-        raise ConfigError(faults)
+    ConfigError.raise_if([*faults, *args.faults()])
     return args
 
 

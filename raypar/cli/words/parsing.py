@@ -18,7 +18,7 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.cli.words.flags import read_flags
 from raypar.config.expert_layout_names import layout
-from raypar.config.fields import FieldFault
+from raypar.config.fields import FieldFault, collected
 from raypar.config.hugging_face.config_reader import HF
 from raypar.config.recipes import depth
 from raypar.config.toml import of_kind, read_run, read_table
@@ -109,10 +109,8 @@ def parse(
             default, unfit = changed(default, words)
             wrong += unfit
         for one in values_of("--layout", words):
-            try:
+            with collected("layout", wrong):
                 default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
-            except ConfigError as error:
-                wrong += [FieldFault("layout", text, of_type=True) for text in error.faults]
         model, left = read_tables(default.model, words)
         default = replace(default, model=model)
         sound, faults = read_flags(kind, left, default, wrong)
@@ -141,16 +139,12 @@ def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]
     wrong = list[FieldFault]()
     for one in values_of("--model.hf", words):
         if one and one != "none" and not one.startswith("--"):
-            try:
+            with collected("model.hf", wrong):
                 default = replace(default, model=HF(one, **_given(words)))
-            except ConfigError as error:
-                wrong += [FieldFault("model.hf", text, of_type=True) for text in error.faults]
     for part in ("model", "data", "optim"):
         for one in values_of(f"--{part}.kind", words):
-            try:
+            with collected(f"{part}.kind", wrong):
                 default = replace(default, **{part: of_kind(part, one, getattr(default, part))})
-            except ConfigError as error:
-                wrong += [FieldFault(f"{part}.kind", text, of_type=True) for text in error.faults]
     return default, wrong
 
 

@@ -53,8 +53,7 @@ def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # 
             model = _with_own_head(model, path, kept)
     except CheckpointError as error:
         faults = [*faults, *error.faults]
-    if faults:
-        raise ConfigError([f"model.hf {str(folder)!r}: {fault}" for fault in faults])
+    ConfigError.raise_if(f"model.hf {str(folder)!r}: {fault}" for fault in faults)
     assert model is not None
     return replace(model, hf=str(path))
 

@@ -51,14 +51,12 @@ def prompt_faults(model: Transformer | Layers, prompts: Sequence[Sequence[int]],
             text = f"prompt {number} has {len(tokens):,} tokens, and the model has {most:,} positions"
             yield f"{text}: shorten it to {most + 1:,} at most, of which the last is only scored"
         if new_tokens and len(tokens) + new_tokens > most:
-            left = most - len(tokens)
-            fix = f"max_new_tokens to {left} at most" if left > 0 else f"shorten it to {most - 1} at most"
-            yield (
-                f"prompt {number} has {len(tokens)} tokens, and with {new_tokens} more it is longer than the "
-                f"{most} positions of the model: set {fix}"
-                if left > 0
-                else f"prompt {number} has {len(tokens)} tokens, and the model has {most} positions: {fix}"
-            )
+            left, text = most - len(tokens), f"prompt {number} has {len(tokens)} tokens, and"
+            if left > 0:
+                longer = f"with {new_tokens} more it is longer than the {most} positions of the model"
+                yield f"{text} {longer}: set max_new_tokens to {left} at most"
+            else:
+                yield f"{text} the model has {most} positions: shorten it to {most - 1} at most"
 
 
 def _positions(model: Transformer | Layers) -> int:

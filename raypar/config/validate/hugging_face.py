@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -140,7 +140,12 @@ def _tensor_faults(
     if config.get("r") != lora.rank:
         wrong = []  # the fault of the rank says it
     unlike = {f"tensors are missing ({fix})": missing, f"it has tensors that the model has not ({fix})": extra}
-    for what, names in (unlike | {"tensors are of another model (give its own)": wrong}).items():
+    yield from _named_by_fault(unlike | {"tensors are of another model (give its own)": wrong})
+
+
+def _named_by_fault(tensors: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """Yield each fault that tensors have, with the first of their names."""
+    for what, names in tensors.items():
         if names:
             more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
             yield f"{what}: {', '.join(names[:_MOST_NAMED])}{more}"
@@ -212,10 +217,7 @@ def weight_folder_faults(model: GPT | Llama | Layers, skeleton: Skeleton) -> Ite
     if isinstance(model, Layers) and (cause := _cause(model_type, kept, skeleton)):
         yield f"model.hf {model.hf!r}: {cause}"
         return
-    for what, names in _differing(model_type, kept, skeleton).items():
-        if names:
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            yield f"model.hf {model.hf!r}: {what}: {', '.join(names[:_MOST_NAMED])}{more}"
+    yield from (f"model.hf {model.hf!r}: {fault}" for fault in _named_by_fault(_differing(model_type, kept, skeleton)))
 
 
 def _cause(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skeleton) -> str | None:

@@ -76,7 +76,16 @@ def replacing_faults(path: Path) -> Iterator[str]:
 def is_under_way(path: Path) -> bool:
     """Return whether a run writes to a folder now. Raises OSError if its log can't be read."""
     log = path / LOG
-    return os.path.lexists(log) and _is_plain(log) and _is_locked(log)
+    if not os.path.lexists(log) or not _is_plain(log):
+        return False
+    file = os.open(log, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(file)
+    return False
 
 
 def _was_begun(path: Path, there: Sequence[str]) -> bool:
@@ -114,16 +123,6 @@ def _is_plain(path: Path) -> bool:
 
 def _is_folder(path: Path) -> bool:
     return stat.S_ISDIR(path.lstat().st_mode)
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether another process writes to a log."""
-    with path.open("rb") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _track_faults(examined: Examined) -> Iterator[str]:

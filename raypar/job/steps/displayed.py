@@ -30,9 +30,9 @@ def displayed(
     """
     reports: list[Report] = []
     calls = [] if on is None else [on] if callable(on) else [*on]
-    with display(run, last) as shown:
+    with display(run, last) as show:
         for outcome in outcomes:
-            shown.show(outcome)
+            show(outcome)
             for call in calls:
                 call(outcome)
             if isinstance(outcome, Report):

@@ -107,44 +107,35 @@ def _figures(runs: Sequence[_One]) -> Markup:
 
 def _charts(runs: Sequence[_One]) -> list[Markup]:
     """Draw every figure that at least one run has, all runs in one chart."""
-    units = sorted({one.history.unit for one in runs})
-    unit = " or ".join(units)
-    perplexed = [one for one in runs if one.history.has_perplexity]
-    drawn: list[tuple[str, Markup]] = []
-
-    def chart(
-        title: str,
-        of: Callable[[History], Points],
-        spelled: Callable[[float], str],
-        shown: Sequence[_One],
-        *,
-        zero: bool,
-    ) -> None:
-        """Draw one figure of the runs that have it, if there are any."""
-        lines = [ChartLine(one.name, points, one.color) for one in shown if (points := of(one.history))]
+    unit = " or ".join(sorted({one.history.unit for one in runs})).capitalize()
+    curves: list[tuple[str, Callable[[History], Points], Callable[[float], str], bool]] = [  # the last: the axis has 0
+        ("Train loss, smoothed", lambda one: smoothed(one.points("loss")), significant, False),
+        ("Validation loss", lambda one: one.validation(), significant, False),
+        ("Train perplexity, smoothed", _perplexity, significant, False),
+        ("Auxiliary losses, smoothed", lambda one: smoothed(aux_total(one)), significant, True),
+        ("Load of experts: max/mean", lambda one: smoothed(one.points("max_load")), significant, False),
+        ("Choices dropped", _dropped, percentage, True),
+        ("Gradient norm, smoothed", lambda one: smoothed(one.points("grad_norm")), significant, True),
+        (SCALE, scale_powers, significant, False),
+        ("Learning rate", lambda one: one.points("lr"), significant, True),
+        (f"{unit}/s", lambda one: one.throughput(), significant, True),
+        ("Bubble", lambda one: one.points("bubble"), percentage, True),
+        (f"{unit} seen", lambda one: one.seen(), significant, True),
+        ("Model FLOP/s of an actor", lambda one: one.model_flops(), amount, True),
+    ]
+    sections = list[Markup]()
+    for title, of, spelled, zero in curves:
+        lines = [ChartLine(one.name, points, one.color) for one in runs if (points := of(one.history))]
         if lines:
-            drawn.append((title, line_chart(lines, spelled, zero=zero, named=True)))
-
-    chart("Train loss, smoothed", lambda one: smoothed(one.points("loss")), significant, runs, zero=False)
-    chart("Validation loss", lambda one: one.validation(), significant, runs, zero=False)
-    chart("Train perplexity, smoothed", _perplexity, significant, perplexed, zero=False)
-    chart("Auxiliary losses, smoothed", lambda one: smoothed(aux_total(one)), significant, runs, zero=True)
-    chart("Load of experts: max/mean", lambda one: smoothed(one.points("max_load")), significant, runs, zero=False)
-    chart("Choices dropped", _dropped, percentage, runs, zero=True)
-    chart("Gradient norm, smoothed", lambda one: smoothed(one.points("grad_norm")), significant, runs, zero=True)
-    chart(SCALE, scale_powers, significant, runs, zero=False)
-    chart("Learning rate", lambda one: one.points("lr"), significant, runs, zero=True)
-    chart(f"{unit.capitalize()}/s", lambda one: one.throughput(), significant, runs, zero=True)
-    chart("Bubble", lambda one: one.points("bubble"), percentage, runs, zero=True)
-    chart(f"{unit.capitalize()} seen", lambda one: one.seen(), significant, runs, zero=True)
-    chart("Model FLOP/s of an actor", lambda one: one.model_flops(), amount, runs, zero=True)
-    sections = [section(title, markup) for title, markup in drawn]
+            sections.append(section(title, line_chart(lines, spelled, zero=zero, named=True)))
     pairs = [element("div", *sections[at : at + 2], class_="pair") for at in range(1, len(sections), 2)]
     return [*sections[:1], *pairs] or [section("Curves", note("No run has taken a step yet."))]
 
 
 def _perplexity(history: History) -> Points:
-    return [(step, exp(loss)) for step, loss in smoothed(history.points("loss"))]
+    """Return the perplexity of every step; nothing of a run whose loss is no cross-entropy of tokens."""
+    losses = history.points("loss") if history.has_perplexity else []
+    return [(step, exp(loss)) for step, loss in smoothed(losses)]
 
 
 def _dropped(history: History) -> Points:

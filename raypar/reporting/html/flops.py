@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from functools import cache
 from typing import Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.specs.model import GPT, Llama, RopeScaling
 from raypar.actors.specs.moe import MoE
 from raypar.planner.hardware.data_sheets import DEVICES
+from raypar.reporting.run_folder.damage import reader_of
 from raypar.schedules.float_sum import float_sum
 
 _KINDS: dict[str, Any] = {"gpt": GPT, "llama": Llama}
@@ -44,7 +44,7 @@ def flops_per_token(config: dict[str, Any]) -> float | None:
     if kind is None or "layers" not in table:
         return None
     try:
-        model = _reader(kind).validate_python(_known(kind, table))
+        model = reader_of(kind).validate_python(_known(kind, table))
         return 3.0 * float_sum(transformer_costs(model))
     except (ValidationError, ArithmeticError):
         return None
@@ -53,7 +53,7 @@ def flops_per_token(config: dict[str, Any]) -> float | None:
 def actors_of(config: dict[str, Any]) -> int | None:
     """Return the number of actors of a run that compute; None if its mesh can't be read."""
     try:
-        mesh: Mesh = _reader(Mesh).validate_python(_known(Mesh, config.get("mesh", {})))
+        mesh: Mesh = reader_of(Mesh).validate_python(_known(Mesh, config.get("mesh", {})))
         return mesh.actors
     except (ValidationError, ValueError):
         return None
@@ -65,11 +65,6 @@ def _known(kind: type[Any], table: dict[str, Any]) -> dict[str, Any]:
     tables = {"moe": MoE, "rope_scaling": RopeScaling}
     inner = {name: _known(of, table[name]) for name, of in tables.items() if isinstance(table.get(name), dict)}
     return {name: None if value == "none" else value for name, value in (table | inner).items() if name in names}
-
-
-@cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def peak_of(peak: float | DeviceName | None) -> float | None:

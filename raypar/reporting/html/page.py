@@ -181,12 +181,10 @@ def checkpoint_list(past: Past) -> Markup:
 
 def events(marks: Sequence[Mark]) -> Markup:
     """List the meaning of the marks; nothing if there are none."""
+    if not marks:
+        return Markup()
     rows = [[mark.sign, f"{mark.step:,.0f}", mark.text] for mark in marks]
-    return (
-        section("What happened", html_table(["mark", "steps taken", "what"], rows, ["", NUMBER, ""]))
-        if rows
-        else Markup()
-    )
+    return section("What happened", html_table(["mark", "steps taken", "what"], rows, ["", NUMBER, ""]))
 
 
 def failures(past: Past, history: History) -> Markup:
@@ -228,13 +226,9 @@ def _died(death: dict[str, Any] | None) -> str:
 
 def provenance_list(past: Past) -> Markup:
     """List where the run comes from."""
-    rows = list(past.provenance.items())
-    shown = (
-        html_table(["name", "value"], rows, ["", VALUE])
-        if rows
-        else note("The folder does not say where it comes from.")
-    )
-    return section("Provenance", shown)
+    if not past.provenance:
+        return section("Provenance", note("The folder does not say where it comes from."))
+    return section("Provenance", html_table(["name", "value"], past.provenance.items(), ["", VALUE]))
 
 
 def configuration(past: Past) -> Markup:

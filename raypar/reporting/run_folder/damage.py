@@ -33,7 +33,7 @@ def json_of(raw: bytes, kind: Callable[..., T]) -> T:
         DamagedError: It is not of this type.
     """
     try:
-        found: T = _reader(kind).validate_json(raw, strict=True)
+        found: T = reader_of(kind).validate_json(raw, strict=True)
     except ValidationError as error:
         errors = [(".".join(map(str, one["loc"])), one) for one in error.errors(include_url=False)[:MOST_FAULTS]]
         raise DamagedError(
@@ -43,5 +43,6 @@ def json_of(raw: bytes, kind: Callable[..., T]) -> T:
 
 
 @cache
-def _reader(kind: Any) -> TypeAdapter[Any]:
+def reader_of(kind: Any) -> TypeAdapter[Any]:
+    """Return what reads values of a type; it is made once."""
     return TypeAdapter(kind)

@@ -47,10 +47,9 @@ class _Written:
 
 def forecast_text(forecast: Forecast) -> str:
     """Return the text of the file of a forecast."""
-    actions = [] if forecast.timeline is None else rows_of(forecast.timeline)
-    peaks = list(forecast.peaks)
-    known = {"since": forecast.since, "source": forecast.source, "step": forecast.step, "peaks": peaks}
-    return json.dumps({**known, "better": forecast.better, "actions": actions})
+    written = {**vars(forecast), "actions": [] if forecast.timeline is None else rows_of(forecast.timeline)}
+    del written["timeline"]
+    return json.dumps(written)
 
 
 def forecast_in(raw: bytes, schedule: Schedule | None) -> Forecast:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +17,7 @@ from raypar.actors.specs.types import SEND_WINDOW
 from raypar.checkpoint.find import Listed, ls
 from raypar.config.schedule import MOST_BYTES
 from raypar.config.toml import parse_toml
+from raypar.config.validate.outputs import is_under_way
 from raypar.errors import ConfigError
 from raypar.paths import (
     CHECKPOINTS,
@@ -145,8 +145,7 @@ def read(folder: Path) -> Past:
         ConfigError: If it is no run folder or has faults; the text lists all of them.
     """
     past, faults = salvage(folder)
-    if faults:
-        raise ConfigError([f"run folder {str(past.folder)!r}: {fault}" for fault in faults])
+    ConfigError.raise_if(f"run folder {str(past.folder)!r}: {fault}" for fault in faults)
     return past
 
 
@@ -219,18 +218,8 @@ def _no_run(folder: Path) -> str:
 
 def under_way(folder: Path) -> bool:
     """Return whether a job is writing to a run folder: it holds the lock of the log."""
-    try:
-        file = os.open(folder / LOG, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(file)
+    with suppress(OSError):
+        return is_under_way(folder)
     return False
 
 

@@ -73,11 +73,9 @@ def actor_of(label: str, at: Located | None, progress: Progress | None, events: 
 
 def without_rank(at: Located | None) -> Actor:
     """Describe an actor that waits to take a rank. ``at`` is its machine and process; None if it does not answer."""
-    return (
-        Actor("spare", "", 0, 0, "no answer", 0, {})
-        if at is None
-        else Actor("spare", at.machine, at.process.pid, 0, "", 0, {})
-    )
+    if at is None:
+        return Actor("spare", "", 0, 0, "no answer", 0, {})
+    return Actor("spare", at.machine, at.process.pid, 0, "", 0, {})
 
 
 def lost_actor_row(*, has_room: bool) -> Actor:

@@ -98,13 +98,9 @@ def _cache(run: Run, schedule: Schedule, held: ActorContents, pp: int) -> int | 
 def _figures(formula: ActorMemory, held: ActorContents, cache: int | None) -> Iterator[tuple[str, Figure]]:
     """Yield the kinds of memory of one actor, whose caches of keys and values take so many bytes by a formula."""
     found = held.most if held.has_trained else held.now
-    yield "weights", Figure(formula.weights, found["weights"])
-    yield "gradients", Figure(formula.gradients, found["gradients"])
-    yield "optimizer", Figure(formula.optimizer, found["optimizer"])
-    if "gathered" in found:
-        yield "gathered", Figure(formula.gathered, found["gathered"])
-    if "buckets" in found:
-        yield "buckets", Figure(formula.buckets, found["buckets"])
+    for kind in ("weights", "gradients", "optimizer", "gathered", "buckets"):
+        if kind in found:
+            yield kind, Figure(getattr(formula, kind), found[kind])
     unknown, measured = formula.activations is None, held.has_trained and held.memory > 0
     known = sum(count for kind, count in found.items() if kind not in ("offloaded", "cache")) + formula.snapshots
     rest = max(0, held.memory - held.process - known)

@@ -22,9 +22,9 @@ def lines(caplog):
 
     def show(steps, *outcomes):
         caplog.clear()
-        with caplog.at_level(logging.INFO), display(Run(), steps) as shown:
+        with caplog.at_level(logging.INFO), display(Run(), steps) as show_one:
             for outcome in outcomes:
-                shown.show(outcome)
+                show_one(outcome)
         return [record.getMessage() for record in caplog.records]
 
     return show
@@ -38,8 +38,8 @@ def test_a_line_has_what_one_wants_to_know(lines):
 
 
 def test_throughput_is_in_the_users_unit(caplog):
-    with caplog.at_level(logging.INFO), display(Run(unit="images"), 42) as shown:
-        shown.show(replace(REPORT, samples=6))
+    with caplog.at_level(logging.INFO), display(Run(unit="images"), 42) as show:
+        show(replace(REPORT, samples=6))
     assert "  4 images/s  " in caplog.text
 
 
