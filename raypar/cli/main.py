@@ -112,7 +112,7 @@ def _help_text() -> str:
 
 def _meant(name: str) -> str:
     """Say which command may be meant by one that there is not."""
-    from raypar.config.recipes import RECIPES
+    from raypar.config.recipe_tables import RECIPES
     from raypar.schedules.nearest_name import did_you_mean
 
     meant = f"train {name}" if name in RECIPES or name.endswith(".toml") else _MEANT.get(name)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Sequence
 
 from raypar.actors.specs.model import Transformer
 from raypar.cli.words.flags import HELP
-from raypar.config.recipes import RECIPES
+from raypar.config.recipe_tables import RECIPES
+from raypar.config.recipes import recipe
 from raypar.errors import ConfigError
 from raypar.planner.resource_needs import actors_text
 from raypar.planner.sizes.parameters import num_parameters
@@ -27,11 +26,11 @@ def recipes(words: Sequence[str]) -> str:
     if words and not HELP & set(words):
         raise ConfigError([f"recipes takes no {words[0]!r}: raypar train RECIPE --dry-run says more of one"])
     rows = [["recipe", "parameters", "layers x hidden", "tokens a step", "steps", "actors", ""]]
-    for name, make in RECIPES.items():
-        run, model = make(), make().model
+    for name, purpose in RECIPES.items():
+        run = recipe(name)
+        model = run.model
         assert isinstance(model, Transformer)
         tokens = run.mesh.dp * run.microbatches * run.micro_batch_size * model.seq
-        purpose = re.split(r"[:.,]( |$)| \(", inspect.getdoc(make) or "")[0].removeprefix("Return ")
         count = short_count(num_parameters(model))
         shape = f"{model.layers} x {model.hidden}"
         rows.append([name, count, shape, f"{tokens:,}", f"{run.steps:,}", actors_text(run), purpose])

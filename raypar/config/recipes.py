@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.specs.model import GPT, Llama
-from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.optim import AdamW, Muon
+from raypar.actors.specs.model import Llama
+from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.config.arguments import checked_arguments
 from raypar.config.expert_layout_names import layout as fields_of
+from raypar.config.recipe_tables import recipe_table
+from raypar.config.toml import run_of
 from raypar.errors import ConfigError
 from raypar.planner.sizes.parameters import num_parameters
-from raypar.schedules.nearest_name import did_you_mean
 
 DEEPEST = 512
 _WIDTH, _HEAD, _SEQ = 64, 128, 2048
@@ -30,102 +28,6 @@ _AT = 768
 _COOLING = 0.2  # share of the steps
 
 
-def gpt_tiny() -> Run:
-    """Return a run of seconds, for tests and first steps. It uses dropout and clipping, so that tests cover them."""
-    return Run(
-        model=GPT(layers=8, hidden=32, heads=4, seq=32, dropout=0.1),
-        mesh=Mesh(pp=2),
-        microbatches=4,
-        micro_batch_size=2,
-        optim=AdamW(lr=3e-3, warmup=2, decay="cosine"),
-        steps=20,
-        eval_steps=2,
-    )
-
-
-def gpt_small() -> Run:
-    """Return a run of minutes on two CPU cores: 6.5 million parameters, on the bytes of Python's standard library."""
-    return Run(
-        model=GPT(layers=8, hidden=256, heads=8, seq=256),
-        mesh=Mesh(pp=2),
-        microbatches=8,
-        micro_batch_size=2,
-        optim=AdamW(lr=1e-3, warmup=10, decay="cosine"),
-        steps=100,
-        eval_every=50,
-        eval_steps=4,
-    )
-
-
-def gpt_124m() -> Run:
-    """Return a run of GPT-2 small's size (Radford et al. 2019, table 2): hours on CPUs."""
-    return Run(
-        model=GPT(layers=12, hidden=768, heads=12, seq=1024, vocab=50257, tied=True),
-        mesh=Mesh(pp=4),
-        microbatches=16,
-        micro_batch_size=4,
-        optim=AdamW(lr=6e-4, warmup=100, decay="cosine"),
-        split="balanced",
-        steps=2000,
-        eval_every=200,
-        eval_steps=4,
-    )
-
-
-def llama_tiny() -> Run:
-    """Return gpt-tiny with a Llama instead, whose keys and values have half as many heads as the queries."""
-    return replace(gpt_tiny(), model=Llama(layers=8, hidden=32, heads=4, kv_heads=2, seq=32, dropout=0.1))
-
-
-def llama_small() -> Run:
-    """Return gpt-small with a Llama of 5.9 million parameters instead."""
-    return replace(gpt_small(), model=Llama(layers=8, hidden=256, heads=8, kv_heads=4, seq=256))
-
-
-def moe_tiny() -> Run:
-    """Return gpt-tiny with four experts instead of each MLP, two of them for a token."""
-    model = GPT(layers=8, hidden=32, heads=4, seq=32, dropout=0.1, moe=MoE(experts=4, top_k=2, normalise=True))
-    return replace(gpt_tiny(), model=model)
-
-
-def moe_small() -> Run:
-    """Return gpt-small with eight experts instead of each MLP, two of them for a token: 35.9 million parameters."""
-    model = GPT(layers=8, hidden=256, heads=8, seq=256, moe=MoE(experts=8, top_k=2, normalise=True, alpha=0.02))
-    return replace(gpt_small(), model=model)
-
-
-RECIPES: dict[str, Callable[[], Run]] = {
-    "gpt-tiny": gpt_tiny,
-    "gpt-small": gpt_small,
-    "gpt-124m": gpt_124m,
-    "llama-tiny": llama_tiny,
-    "llama-small": llama_small,
-    "moe-tiny": moe_tiny,
-    "moe-small": moe_small,
-}
-_MODELS = re.compile(
-    r"(.*/)?(gpt-?2|(smollm|llama-?\d|bert|bloom|falcon|gemma|mistral|mixtral|opt-|phi-|pythia|qwen).*)"
-)
-
-
-def _in_a_folder(name: object) -> str:
-    """Return how to use a model of Hugging Face, if this is the name of one; "" for other names."""
-    is_model = isinstance(name, str) and _MODELS.fullmatch(name.lower())
-    return "; for a model of Hugging Face give its folder: --model.hf FOLDER, or rp.HF(folder)" if is_model else ""
-
-
-def _sized(name: object) -> str:
-    """Return how to set the sizes of a model, if the name ends in a number of parameters; "" for other names."""
-    is_size = isinstance(name, str) and re.search(r"\d[bm]$", name.lower())
-    if not is_size:
-        return ""
-    if "llama" in str(name).lower():
-        flags = "llama-small --model.layers 32 --model.hidden 4096 --model.heads 32 --model.kv-heads 8"
-    else:
-        flags = "gpt-small --model.layers 24 --model.hidden 2048 --model.heads 16"
-    return f"sizes are flags of the model, as in {flags} --model.seq 2048 --model.vocab 50304; "
-
-
 def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     """Return the run of a recipe.
 
@@ -137,14 +39,11 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     Raises:
         ConfigError: There is no such recipe, or no such layout, or a field is given that the layout sets.
     """
-    if name not in [*RECIPES]:
-        sized, known = _sized(name), f"known are {', '.join(RECIPES)}{_in_a_folder(name)}"
-        fix = sized + known if sized else did_you_mean(str(name), RECIPES, known, spelled=repr, both=True)
-        raise ConfigError([f"there is no recipe {name!r}: {fix}"])
+    started = run_of(recipe_table(name))
     laid_out = {} if layout is None else fields_of(layout)
     both = (field for field in laid_out if field in changes)
     ConfigError.raise_if(f"layout {layout!r} sets {field}, which is given too: leave one of them out" for field in both)
-    return replace(RECIPES[name](), **laid_out, **changes)
+    return replace(started, **laid_out, **changes)
 
 
 @checked_arguments

@@ -15,7 +15,7 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.mended import mended
 from raypar.config.programs import finished_programs, lowered_programs
-from raypar.config.recipes import RECIPES
+from raypar.config.recipe_tables import RECIPES
 from raypar.config.rules import Examined, RunRule, UnsoundError, faults_by, guarded
 from raypar.config.schedule import Programs, schedule_faults, with_offload
 from raypar.config.validate.data import DATA_RULES, data_faults

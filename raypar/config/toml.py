@@ -35,7 +35,7 @@ from raypar.config.expert_layout_names import layout
 from raypar.config.fields import FieldFault, collected, field_faults, short_repr
 from raypar.config.hugging_face.config_reader import HF
 from raypar.config.hugging_face.transformers_model import is_theirs, their_model_again
-from raypar.config.recipes import recipe
+from raypar.config.recipe_tables import recipe_table
 from raypar.errors import ConfigError
 from raypar.paths import absolute
 from raypar.schedules.nearest_name import did_you_mean
@@ -210,7 +210,7 @@ def read_run(table: Mapping[str, Any], base: Run | None = None) -> tuple[Run, li
     start = base or Run()
     if "recipe" in rest:
         with collected("", faults):
-            start = recipe(str(rest.pop("recipe")))
+            start = run_of(recipe_table(str(rest.pop("recipe"))))
     if "layout" in rest:
         with collected("", faults):
             start = replace(start, **layout(str(rest.pop("layout"))))

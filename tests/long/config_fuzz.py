@@ -33,7 +33,8 @@ from raypar.actors.specs.model import GPT
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.cli.main import run_command as command_line
-from raypar.config.recipes import RECIPES, recipe
+from raypar.config.recipe_tables import RECIPES
+from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
 from raypar.errors import ConfigError

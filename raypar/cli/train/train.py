@@ -34,7 +34,7 @@ from raypar.cli.words.output_files import growing_file, output_file_faults, whol
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
-from raypar.config.recipes import RECIPES
+from raypar.config.recipe_tables import RECIPES
 from raypar.config.run import check_run
 from raypar.config.validate.outputs import run_folder_faults
 from raypar.config.validate.parallel import idle_fields

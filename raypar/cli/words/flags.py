@@ -14,7 +14,7 @@ from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
 from raypar.actors.not_yet import not_yet_hint
 from raypar.cli.words.examples import pattern_of
 from raypar.config.fields import FieldFault
-from raypar.config.recipes import RECIPES
+from raypar.config.recipe_tables import RECIPES
 from raypar.config.toml import kind_hint
 from raypar.schedules.nearest_name import did_you_mean
 

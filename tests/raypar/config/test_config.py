@@ -23,7 +23,8 @@ from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.config.fields import field_faults
-from raypar.config.recipes import RECIPES, recipe
+from raypar.config.recipe_tables import RECIPES
+from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
 from raypar.config.validate.parallel import idle_fields

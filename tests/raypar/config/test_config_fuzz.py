@@ -48,7 +48,8 @@ def test_a_link_that_the_user_names_is_followed(here):
 def test_every_recipe_is_checked_without_torch(here):
     code = (
         "import sys\nfrom dataclasses import replace\nfrom raypar.config.run import check_run\n"
-        "from raypar.config.recipes import RECIPES, recipe\nfrom raypar.actors.specs.data import Text\n"
+        "from raypar.config.recipe_tables import RECIPES\nfrom raypar.config.recipes import recipe\n"
+        "from raypar.actors.specs.data import Text\n"
         "text = Text(sys.argv[1] + '/a.txt', cache=sys.argv[1] + '/cache')\n"
         "for name in RECIPES:\n    check_run(replace(recipe(name), data=text))\n"
         "assert not {'torch', 'ray'} & set(sys.modules)"

@@ -1,0 +1,57 @@
+"""The tables of the recipes, each a TOML file in ``recipe_files``."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raypar.errors import ConfigError
+from raypar.schedules.nearest_name import did_you_mean
+
+_FOLDER = Path(__file__).with_name("recipe_files")
+RECIPES: Mapping[str, str] = {  # what each is
+    "gpt-tiny": "a run of seconds",
+    "gpt-small": "a run of minutes on two CPU cores",
+    "gpt-124m": "a run of GPT-2 small's size",
+    "llama-tiny": "gpt-tiny with a Llama instead",
+    "llama-small": "gpt-small with a Llama of 5.9 million parameters instead",
+    "moe-tiny": "gpt-tiny with four experts instead of each MLP",
+    "moe-small": "gpt-small with eight experts instead of each MLP",
+}
+_MODELS = re.compile(
+    r"(.*/)?(gpt-?2|(smollm|llama-?\d|bert|bloom|falcon|gemma|mistral|mixtral|opt-|phi-|pythia|qwen).*)"
+)
+
+
+def _in_a_folder(name: object) -> str:
+    """Return how to use a model of Hugging Face, if this is the name of one; "" for other names."""
+    is_model = isinstance(name, str) and _MODELS.fullmatch(name.lower())
+    return "; for a model of Hugging Face give its folder: --model.hf FOLDER, or rp.HF(folder)" if is_model else ""
+
+
+def _sized(name: object) -> str:
+    """Return how to set the sizes of a model, if the name ends in a number of parameters; "" for other names."""
+    is_size = isinstance(name, str) and re.search(r"\d[bm]$", name.lower())
+    if not is_size:
+        return ""
+    if "llama" in str(name).lower():
+        flags = "llama-small --model.layers 32 --model.hidden 4096 --model.heads 32 --model.kv-heads 8"
+    else:
+        flags = "gpt-small --model.layers 24 --model.hidden 2048 --model.heads 16"
+    return f"sizes are flags of the model, as in {flags} --model.seq 2048 --model.vocab 50304; "
+
+
+def recipe_table(name: object) -> dict[str, Any]:
+    """Return the table of a recipe, as a file for ``raypar train`` has it.
+
+    Raises:
+        ConfigError: There is no such recipe.
+    """
+    if name in [*RECIPES]:
+        return tomllib.loads((_FOLDER / f"{name}.toml").read_text())
+    sized, known = _sized(name), f"known are {', '.join(RECIPES)}{_in_a_folder(name)}"
+    fix = sized + known if sized else did_you_mean(str(name), RECIPES, known, spelled=repr, both=True)
+    raise ConfigError([f"there is no recipe {name!r}: {fix}"])
