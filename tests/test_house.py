@@ -556,7 +556,7 @@ MAY_IMPORT = {
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/machine actors/specs raypar raypar/checkpoint raypar/config "
-        "schedules schedules/checking schedules/passes schedules/reading"
+        "raypar/config/validate schedules schedules/checking schedules/passes schedules/reading"
     ),
     "raypar/reporting/tables": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "
