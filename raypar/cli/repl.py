@@ -82,9 +82,8 @@ def call_completions(namespace: Namespace, line: str) -> list[str] | None:
     offered = None if found is None else _offered(owner, found[2])
     if found is None or offered is None:
         return None
-    return list(
-        dict.fromkeys(str(one) for one in offered if str(one).startswith(found[3]))
-    )  # an action may be repeated
+    texts = dict.fromkeys(map(str, offered))  # an action may be repeated
+    return [text for text in texts if text.startswith(found[3])]
 
 
 def _offered(owner: object, method: str) -> Iterable[object] | None:
@@ -93,15 +92,14 @@ def _offered(owner: object, method: str) -> Iterable[object] | None:
         return owner.parameters if method in ("param", "grad") else None
     if not isinstance(owner, raypar.Stepper):
         return None
-    if method == "do":
-        return owner.ready()
-    if method == "run_to":
-        return owner.left
-    if method == "why":
-        return (*owner.left, *owner.done)
-    if method == "peek":
-        return [action for action in owner.done if makes_tensors(action)]
-    return names() if method == "swap" else None
+    offered: dict[str, Callable[[], Iterable[object]]] = {
+        "do": owner.ready,
+        "run_to": lambda: owner.left,
+        "why": lambda: (*owner.left, *owner.done),
+        "peek": lambda: filter(makes_tensors, owner.done),
+        "swap": names,
+    }
+    return offered[method]() if method in offered else None
 
 
 def _completer(

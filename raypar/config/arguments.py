@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
 from functools import cache, wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, signature
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar, get_type_hints
 
@@ -20,6 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
+_signature_of = cache(signature)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
@@ -71,12 +72,6 @@ def _unknown(function: str, name: str, names: list[str]) -> str:
     known = [one for one in names if one != "self"]
     guess = did_you_mean(name, known, f"it has {', '.join(known)}")
     return f"{function} has no argument {name!r}: {guess}"
-
-
-@cache
-def _signature_of(function: Callable[..., Any]) -> Signature:
-    """Return a function's signature."""
-    return signature(function)
 
 
 @cache

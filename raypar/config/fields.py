@@ -56,7 +56,7 @@ _CLASSES = {
     "Sequence": "a list",
 }
 _BATCH = "batch, where def batch(step, microbatch, dp): returns (inputs, targets)"
-_FUNCTIONS = {  # examples for fields that take functions
+_FUNCTIONS = {
     "model.fn": "lambda: [torch.nn.Linear(2, 4), torch.nn.Linear(4, 1)]",
     "model.loss": "torch.nn.functional.mse_loss",
     "model.count": "lambda target: int((target != 0).sum())",
@@ -65,7 +65,7 @@ _FUNCTIONS = {  # examples for fields that take functions
     "data.lengths": "lambda inputs, targets: (inputs != 0).sum(1)",
     "on": "print",
 }
-_DICTIONARIES = {  # examples for fields that take dictionaries
+_DICTIONARIES = {
     "model.plan": "{'layers.0': 'column', 'layers.2': 'row'}",
     "model.metrics": "{'accuracy': lambda output, target: (output.argmax(1) == target).float().mean()}",
     "optim.rates": "{'head.*': 0.5}",
@@ -74,6 +74,7 @@ _DICTIONARIES = {  # examples for fields that take dictionaries
     "tile": "{'blocks.*.mlp.*': 8, 'head.out': 4}",
     "expert_order": "{'blocks.0.mlp.experts': '1 0'}",
 }
+_EXAMPLES = {"callable_type": _FUNCTIONS, "dict_type": _DICTIONARIES}  # by the error that asks for one, and the field
 
 
 class FieldFault(NamedTuple):
@@ -222,17 +223,10 @@ def _faults_of_field(errors: list[ErrorDetails], path: str, *, mapping: bool) ->
         of_type = any(error["type"] not in _RANGES for error in group)
         text = f"{path}{inner} is {short_repr(group[0]['input'])}: it must be {' or '.join(words)}"
         asks_for = {error["type"] for error in group}
-        text += next((f", such as {shown}" for kind, shown in _shown(path) if kind in asks_for), "")
+        examples = (of_field.get(path) for kind, of_field in _EXAMPLES.items() if kind in asks_for)
+        text += next((f", such as {example}" for example in examples if example), "")
         text += not_yet_hint(group[0]["input"])
         yield FieldFault(path if mapping else f"{path}{inner}", text, of_type)
-
-
-def _shown(path: str) -> Iterator[tuple[str, str]]:
-    """Yield an example of a valid value, if the field takes a function or a dictionary, by the type of the error."""
-    if path in _FUNCTIONS:
-        yield "callable_type", _FUNCTIONS[path]
-    if path in _DICTIONARIES:
-        yield "dict_type", _DICTIONARIES[path]
 
 
 def _word_of(error: ErrorDetails) -> str:

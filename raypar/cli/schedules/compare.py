@@ -21,8 +21,9 @@ from raypar.errors import ConfigError
 from raypar.paths import holds_run
 from raypar.reporting.html.markup import NUMBER, concatenated, document, element, html_table, note, section
 from raypar.schedules.action import SENDS
-from raypar.schedules.drawing.cells import lines, padded, widest
+from raypar.schedules.drawing.cells import lines
 from raypar.schedules.drawing.text import plain
+from raypar.schedules.formatting import aligned
 from raypar.schedules.schedule import Schedule, ScheduleError
 from raypar.schedules.simulation.simulate import Costs, simulate
 from raypar.schedules.timeline import Timeline
@@ -202,10 +203,8 @@ def _rows(sides: Sequence[Side]) -> list[tuple[str, ...]]:
 
 
 def _table(sides: Sequence[Side]) -> str:
-    names, *columns = zip(("", *(side.word for side in sides)), *_rows(sides), strict=True)
-    aligned = [padded(zip(column), widest(column)) for column in columns]
-    rows = [[cell for (cell,) in row] for row in zip(*aligned, strict=True)]
-    return "\n".join(lines([*names], rows))
+    rows = [("", *(side.word for side in sides)), *_rows(sides)]
+    return "\n".join(lines([row[0] for row in rows], aligned(row[1:] for row in rows)))
 
 
 def _paragraphs(sides: Sequence[Side]) -> Iterator[tuple[str, list[str]]]:

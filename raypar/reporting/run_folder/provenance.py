@@ -61,9 +61,7 @@ def _version(package: str) -> str | None:
 
 def _commit() -> str | None:
     """Return the commit that is checked out in the working directory; None without git or a checkout."""
-    try:
-        asked = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
-        found = subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None
+    asked = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(asked, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
+    return None
