@@ -123,8 +123,7 @@ class Assembler:
             faults.append(
                 "one stored tensor is taken for several slices"
             )  # so memory is bounded by the size of the files
-        if faults:
-            raise CheckpointError(faults)
+        CheckpointError.raise_if(faults)
         part = torch.empty(shape, dtype=_DTYPES[logical.dtype])
         for stored, by_dim in there:
             self._fill(part, stored, by_dim)

@@ -101,8 +101,7 @@ def tensors_in(folder: Path, model_type: str) -> dict[str, FileTensor]:
         if missing := sorted(wanted - inside.keys()):
             faults.append(f"{file} has no {missing[0]!r}, which {INDEX} has there ({len(missing)} are missing)")
         found |= {name: kept for name, kept in inside.items() if name in wanted}
-    if faults:
-        raise CheckpointError(first_faults(faults))
+    CheckpointError.raise_if(first_faults(faults))
     prefix = TABLES[model_type].prefix if model_type in TABLES else ""
     if prefix and not any(name.startswith(prefix) for name in found):
         found = {name if name.startswith("lm_head.") else f"{prefix}{name}": kept for name, kept in found.items()}

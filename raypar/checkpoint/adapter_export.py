@@ -56,8 +56,7 @@ def export_adapter(found: VerifiedCheckpoint, folder: str | PathLike[str]) -> Pa
         theirs = conversions[name].theirs
         targets[theirs.rsplit(".", 3)[1]] = None
         tensors[theirs] = source.read(found.manifest.tensors[name]).float()
-    if faults:
-        raise ConfigError(faults)
+    ConfigError.raise_if(faults)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -118,8 +118,7 @@ def export(
     path = absolute(folder)
     plain: Mapping[str, Any] = found.manifest.run
     run, model, kind = demand_exportable(plain, path)
-    if faults := [f"export: {fault}" for fault in base_faults(run, found)]:
-        raise ConfigError(faults)
+    ConfigError.raise_if(f"export: {fault}" for fault in base_faults(run, found))
     chosen, origin = dtype or run.precision.compute, plain["model"].get("hf")
     origin = None if origin == "none" else origin
     if model is None:

@@ -108,8 +108,7 @@ def manifest_of(
         tensors[name] = Logical(parts[0].dtype, parts[0].shape, slices)
     manifest = Manifest(step, seed, dict(run), tensors, tuple(file for file, _ in shards), _own_version(), base=base)
     faults = faults or list(manifest.faults())
-    if faults:
-        raise CheckpointError(faults)
+    CheckpointError.raise_if(faults)
     return manifest
 
 

@@ -73,8 +73,7 @@ class Save:
         assert self._open and manifest.step == self.step and (keep_last is None or keep_last >= 1)
         try:
             text = encode(manifest)
-            if faults := [*decode(text)[1], *file_faults(self.path, manifest, digests=False)]:
-                raise CheckpointError(faults)
+            CheckpointError.raise_if([*decode(text)[1], *file_faults(self.path, manifest, digests=False)])
             with checkpoint_errors(f"{str(self._final)!r} can't be written"):
                 write_whole(self.path / MANIFEST, [memoryview(text)])
                 sync_folder(self.path)

@@ -101,8 +101,7 @@ def launch_in(
     checked = prepared(run, resume, overwrite=overwrite, convert=convert_on_cluster)
     run = checked.run
     chaos, wrong = injectable(chaos, world_of(run), checked.programs["train"])
-    if wrong:
-        raise ConfigError(wrong)
+    ConfigError.raise_if(wrong)
     look_ahead(checked)
     for warning in never_happen(chaos, run, checked.taken):
         log.warning("%s", warning)
@@ -146,8 +145,7 @@ def _launched(
                 folder,
             )
             run = replace(run, folder=None)
-        if faults := [*reset_faults(run, actors.device)]:
-            raise ConfigError(faults)
+        ConfigError.raise_if(reset_faults(run, actors.device))
         job = Job(checked._replace(run=run), actors, name, record, chaos)
         undo.pop_all()
         return job

@@ -29,8 +29,7 @@ def lm_eval_model(job: Job) -> Any:
     Raises:
         ConfigError: lm-eval is not installed, or the job has no tokenizer or can't generate.
     """
-    if faults := [*generation_faults(job.run)]:
-        raise ConfigError(faults)
+    ConfigError.raise_if(generation_faults(job.run))
     assert job.run.model.seq is not None
     tokenizer = tokenizer_of(job.run)
     if tokenizer is None:

@@ -59,8 +59,7 @@ def example_sets(spec: Examples, convert: Convert = by_size) -> tuple[dict[str, 
             if max(1, round(one.facts.examples * spec.val_fraction)) >= one.facts.examples:
                 few = f"it has {one.facts.examples} example, and needs two, one for validation"
                 faults.append(f"{names[path]}: {few}: give more, or val_path")
-    if faults:
-        raise TextError([*dict.fromkeys(faults)])
+    TextError.raise_if(dict.fromkeys(faults))
     if val is not None and spec.val_path is not None:
         train = {path: ExampleSet(names[path], one, _every(one), weights[path]) for path, one in opened.items()}
         return train, {spec.val_path: ExampleSet("val_path", val, _every(val), 1.0)}

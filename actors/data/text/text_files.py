@@ -111,8 +111,7 @@ def open_tokens(
         conversion = TextConversion(tokenizer)
         faults += [] if entry.tokenizer is None else conversion.faults()
         _make_folder(entry.facts.parent, faults)
-        if faults:
-            raise TextError(faults)
+        TextError.raise_if(faults)
         try:
             taken = files if entry.is_bin else [file for file in files if file.size and is_text(file)]
             log.info("converting %s %r to tokens, once: %s", setting, path, _conversion_size(files, taken))

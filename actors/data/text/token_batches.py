@@ -67,8 +67,7 @@ def open_corpus(text: Text, seq: int, convert: Convert = by_size) -> Corpus:
         TextError: All faults of the text; ``text_faults`` returns them instead.
     """
     parts, faults = _open_parts(text, convert)
-    if faults:
-        raise TextError(faults)
+    TextError.raise_if(faults)
     train, val = _divided(text, parts, seq)
     drawn = [val.firsts.tolist()] if len(train.firsts) > 1 else []
     identity = repr(([facts.fingerprint for _, facts in parts.values()], len(train), len(val), *drawn))

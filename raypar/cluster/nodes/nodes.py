@@ -130,8 +130,7 @@ def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:
             f"node {node} does not see the folder {str(folder)!r}: give one that all nodes share, such as one on NFS"
             for node in without_folder(others, folder)
         ]
-    if faults:
-        raise ConfigError(faults)
+    ConfigError.raise_if(faults)
 
 
 def without_folder(nodes: Sequence[Node], folder: Path) -> list[Node]:

@@ -87,8 +87,7 @@ class Layouts:
             run = with_replicas(self.whole.run, dp)
             try:
                 programs = check_run(replace(unrecorded(run), nonfinite="stop"), skeleton=self._skeleton)
-                if faults := [*memory_faults(run, programs["train"], self._skeleton, replaces=True)]:
-                    raise ConfigError(faults)
+                ConfigError.raise_if(memory_faults(run, programs["train"], self._skeleton, replaces=True))
                 self._checked[dp] = Layout(run, programs)
             except ConfigError as error:
                 self._checked[dp] = error

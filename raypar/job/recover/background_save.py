@@ -218,8 +218,7 @@ class Saver:
                 if isinstance(outcome, Exception)
                 for fault in (outcome.faults if isinstance(outcome, CheckpointError) else [first_line(outcome)])
             ]
-            if faults:
-                raise CheckpointError(faults)
+            CheckpointError.raise_if(faults)
             shards = [outcome for outcome in outcomes if outcome is not None]
             manifest = manifest_of(
                 save.step, self._run.seed, plain_of(self._run), shards, base_weights_fingerprint(self._run)

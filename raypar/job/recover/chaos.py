@@ -105,8 +105,7 @@ def faults_in(file: str | Path) -> list[InjectedFault]:
             wrong += [f"chaos: fault {number}: {fault}" for fault in faults]
         else:
             found.append(InjectedFault(**one))
-    if wrong:
-        raise ConfigError(wrong)
+    ConfigError.raise_if(wrong)
     return found
 
 

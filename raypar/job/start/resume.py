@@ -190,8 +190,7 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: VerifiedCheckpoint) ->
         differing = [*_tensor_faults(run, skeleton, stored)]
         faults += _of_own_layers(differing) if isinstance(run.model, Layers) else differing
         faults += base_faults(run, found)
-    if faults:
-        raise ConfigError([f"resume {str(found.path)!r}: {fault}" for fault in faults])
+    ConfigError.raise_if(f"resume {str(found.path)!r}: {fault}" for fault in faults)
     for name, now, was in changed:
         if name.startswith(_MAY_VARY):
             log.warning("resumed with %s %s, which was %s", name, now, was)

@@ -121,8 +121,7 @@ def read_recording(path: Path) -> tuple[Recorded, dict[str, Tensor]]:
                 for one in error.errors(include_url=False)
             ]
         ) from error
-    if faults := [f"{str(path)!r} is no recording of this raypar's: {fault}" for fault in _odd(about, tensors)]:
-        raise ConfigError(faults)
+    ConfigError.raise_if(f"{str(path)!r} is no recording of this raypar's: {fault}" for fault in _odd(about, tensors))
     return about, tensors
 
 
@@ -208,8 +207,7 @@ class Recorder:
             faults.append(
                 "model.skips has skips between stages, which a recording of one does not have: look with peek"
             )
-        if faults:
-            raise ConfigError(faults)
+        ConfigError.raise_if(faults)
         self._wanted[self._loaded.world.replica(dp)[schedule.placement[stage]], stage] = path
         self._num_stages = schedule.num_stages
 

@@ -107,8 +107,7 @@ def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Llama | Layers:
         faults = [fault.text for fault in field_faults(spec, "model.")]
         if not faults and isinstance(spec, Transformer):
             faults += spec.faults(lambda *_: True)
-        if faults:
-            raise ConfigError(faults)
+        ConfigError.raise_if(faults)
         return spec
     if model is None:
         raise ConfigError(
@@ -134,8 +133,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         for name, tensor in shapes.items()
         if _spelled(tensors.get(name)) != _spelled(tensor)
     )
-    if faults:
-        raise ConfigError(faults)
+    ConfigError.raise_if(faults)
     modules = model.materialize(recorded.layers, recorded.seed)
     try:
         device = device_of(recorded.device)

@@ -66,12 +66,10 @@ def request_of(
     words = any(isinstance(one, str) for one in (*prompts, *(stop or ())))
     if words and tokenizer is None and not faults:
         faults.append("the run has no tokenizer for texts: give token ids, or a run whose data is rp.Text")
-    if faults:
-        raise ConfigError(faults)
+    ConfigError.raise_if(faults)
     encode = (lambda text: ()) if tokenizer is None else tokenizer.prompted
     ids = tuple(encode(one) if isinstance(one, str) else tuple(one) for one in prompts)
-    if faults := [*prompt_faults(run.model, ids, new_tokens)]:
-        raise ConfigError(faults)
+    ConfigError.raise_if(prompt_faults(run.model, ids, new_tokens))
     ends = frozenset[int]() if tokenizer is None else tokenizer.ends
     stop_tokens = ends if stop is None else frozenset(one for one in stop if isinstance(one, int))
     stop_texts = tuple(one for one in stop or () if isinstance(one, str))

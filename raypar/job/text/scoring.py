@@ -90,8 +90,7 @@ def scores(
     if not texts:
         return []
     request = request_of(run, texts, 0, Sampling(), ())
-    if faults := [*_short(request.prompts)]:
-        raise ConfigError(faults)
+    ConfigError.raise_if(_short(request.prompts))
     at_once, found = batch * run.mesh.dp * loaded().schedule.num_ranks, list[list[tuple[float, bool]]]()
     for first in range(0, len(request.prompts), at_once):
         some = request.prompts[first : first + at_once]

@@ -94,8 +94,7 @@ def read_fleet(path: Path, num_ranks: int) -> Fleet:
     if fleet.node_mtbf_hours and not fleet.save_seconds and isinstance(fleet.save_every, str):
         text = f"{named}: nodes fail, and save_seconds is 0, so that {fleet.save_every} has no interval"
         faults.append(f"{text}: give save_seconds, or save_every in steps")
-    if faults:
-        raise ConfigError(faults)
+    ConfigError.raise_if(faults)
     return fleet
 
 
