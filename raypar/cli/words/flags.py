@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
 from raypar.actors.not_yet import not_yet_hint
@@ -129,7 +129,7 @@ def _as_typed(fault: str, flags: Mapping[str, str]) -> str:
 
 def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Flag | str]:
     """Yield the flags with their values, and the words that belong to none."""
-    index, short = 0, _aliases(kind)
+    index, short, hints = 0, _aliases(kind), dict(_hints(kind, default))
     while index < len(words):
         typed, equals, value = words[index].partition("=")
         typed = short.get(typed, typed)
@@ -139,7 +139,8 @@ def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Fla
             yield _Flag(word, word, (), None) if word.startswith("-") and len(word) > 1 else word
             continue
         path = typed.removeprefix("--").replace("-", "_")
-        path, hint = _field_of(kind, _SHORT.get(path, path), default)
+        path = _field_of(kind, _SHORT.get(path, path), hints)
+        hint = hints.get(path)
         after: list[str] = []
         while index + len(after) < len(words) and not words[index + len(after)].startswith("--"):
             after.append(words[index + len(after)])
@@ -160,23 +161,23 @@ def _is_base(word: str) -> bool:
     return word in RECIPES or Path(word).suffix == ".toml"
 
 
-def _field_of(kind: type, path: str, default: object) -> tuple[str, Any]:
-    """Return the path and the type of a flag's field, the type without bounds; None if there is no such field.
+def _hints(kind: type, default: object, below: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path of every field that has a flag, with its type without bounds."""
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        value = getattr(default, field.name, None)
+        if is_dataclass(value):
+            yield from _hints(type(value), value, f"{below}{field.name}.")
+        elif field.name != _alone(kind)[0]:
+            yield f"{below}{field.name}", hints[field.name]
 
-    The flag ``--model.no-tied`` is one of ``model.tied``.
-    """
-    *above, name = path.split(".")
-    for part in above:
-        default = getattr(default, part, None)
-        kind = type(default)
-    if not is_dataclass(kind):
-        return path, None
-    hints, plain = get_type_hints(kind, include_extras=True), get_type_hints(kind)
-    if is_dataclass(getattr(default, name, None)):
-        return path, None  # a part, which has flags for its fields
-    if name not in hints and get_origin(hints.get(name.removeprefix("no_"))) is not Annotated:
-        name = name if plain.get(name.removeprefix("no_")) is not bool else name.removeprefix("no_")
-    return ".".join([*above, name]), plain.get(name) if name != _alone(kind)[0] else None
+
+def _field_of(kind: type, path: str, hints: Mapping[str, Any]) -> str:
+    """Return the path of a flag's field: ``--model.no-tied`` is a flag of ``model.tied``."""
+    part, dot, name = path.rpartition(".")
+    on = f"{part}{dot}{name.removeprefix('no_')}"
+    is_off = path not in hints and hints.get(on) is bool and on not in dict(_extras(kind))
+    return on if is_off else path
 
 
 def _extras(kind: type) -> Iterator[tuple[str, Any]]:
@@ -282,7 +283,7 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         (fault,) = unknown_faults(type(getattr(default, part)).__name__, [name])
         yield f"{flag.typed}: {fault}{'' if ': it has ' in fault else f': {hint}'}"
         return
-    paths = [*_paths(kind, default)]
+    paths = [path for path, _ in _hints(kind, default)]
     beside = [path for path in paths if path.rpartition(".")[0] == part]
     same = [path for path in paths if path.rpartition(".")[2] in (name, COMMON_NAMES.get(name))]
     begun = [path for path in paths if len(name) > 1 and path.startswith(flag.path)]
@@ -300,16 +301,6 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
     else:
         fix = did_you_mean(flag.path, paths, "see --help for all flags", spelled=_spelled)
     yield f"{flag.typed} is no flag: {fix}"
-
-
-def _paths(kind: type, default: object) -> Iterator[str]:
-    """Yield the paths of all fields that have a flag."""
-    for field in fields(kind):
-        value = getattr(default, field.name, None)
-        if is_dataclass(value):
-            yield from (f"{field.name}.{path}" for path in _paths(type(value), value))
-        elif field.name != _alone(kind)[0]:
-            yield field.name
 
 
 def _spelled(path: str) -> str:

@@ -23,6 +23,7 @@ from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.config.fields import field_faults
+from raypar.config import recipe_tables
 from raypar.config.recipe_tables import RECIPES
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
@@ -73,6 +74,10 @@ def toml_faults(folder, written, base=None):
 def test_recipes_are_right(name, text):
     run = recipe(name)
     check_run(replace(run, data=text, model=replace(run.model, seq=32)))
+
+
+def test_every_file_of_a_recipe_is_offered():
+    assert {file.stem for file in Path(recipe_tables.__file__).with_name("recipe_files").iterdir()} == {*RECIPES}
 
 
 def test_an_unknown_recipe_is_guessed():
