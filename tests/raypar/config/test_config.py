@@ -22,8 +22,8 @@ from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.config.fields import field_faults
 from raypar.config import recipe_tables
+from raypar.config.fields import field_faults
 from raypar.config.recipe_tables import RECIPES
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
