@@ -22,7 +22,7 @@ from raypar.actors.autograd.torch_private import gloo_options
 from raypar.actors.collective.exchange import ExchangedStore
 from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
-from raypar.actors.collective.torch_options import options_of, parts_of
+from raypar.actors.collective.torch_options import member_parts, options_of
 from raypar.actors.machine.system_features import has_feature
 from raypar.actors.tensors import nbytes, row_size
 
@@ -104,7 +104,7 @@ class GlooGroup(Group):
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
         if not out.numel():
             return self._barrier()
-        return self._waiter(self._pg.allgather(parts_of(out, self.size), [tensor.view(-1)]), out, tensor)
+        return self._waiter(self._pg.allgather(member_parts(out, self.size), [tensor.view(-1)]), out, tensor)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
         # Gloo's own reduce_scatter takes three times as long and adds in the ring's order, not in rank order.
@@ -133,13 +133,13 @@ class GlooGroup(Group):
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
         if not tensor.numel():
             return self._barrier()
-        work = self._pg.gather(parts_of(out, self.size), [tensor.view(-1)], options_of("Gather", root=root))
+        work = self._pg.gather(member_parts(out, self.size), [tensor.view(-1)], options_of("Gather", root=root))
         return self._waiter(work, out, tensor)
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
         if not out.numel():
             return self._barrier()
-        work = self._pg.scatter([out.view(-1)], parts_of(tensor, self.size), options_of("Scatter", root=root))
+        work = self._pg.scatter([out.view(-1)], member_parts(tensor, self.size), options_of("Scatter", root=root))
         return self._waiter(work, out, tensor)
 
     def _barrier(self) -> Finish:

@@ -446,4 +446,10 @@ def _then_copied(finish: Finish, flat: Tensor, out: Any) -> Finish:
     return copy
 
 
+def wait_all(handles: Iterable[Waitable]) -> None:
+    """Wait for several operations."""
+    for handle in handles:
+        handle.wait()
+
+
 Groups = tuple[Group, ...]

@@ -27,6 +27,6 @@ def options_of(kind: str, *, root: int | None = None, op: ReduceOp | None = None
     return options
 
 
-def parts_of(tensor: Tensor | None, members: int) -> list[list[Tensor]]:
+def member_parts(tensor: Tensor | None, members: int) -> list[list[Tensor]]:
     """Return the members' equal parts of a contiguous tensor, by device of the process; none without a tensor."""
     return [] if tensor is None else [[*tensor.view(-1).chunk(members)]]

@@ -15,7 +15,7 @@ from raypar.actors.collective.gpu.group import GpuGroup
 from raypar.actors.collective.gpu.watcher import Issued, IssuedOp
 from raypar.actors.collective.group import Finish
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.torch_options import options_of, parts_of
+from raypar.actors.collective.torch_options import member_parts, options_of
 
 _NEVER = timedelta(days=1)  # torch's own timeout of an op; our deadlines are kept by the watcher
 # Multiprocessors (of 132 on an H100) that a waiting receive may occupy: it must leave the others to compute.
@@ -73,11 +73,11 @@ class NcclGroup(GpuGroup):
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
         options = options_of("Gather", root=root)
-        return self._waiter(self._all.gather(parts_of(out, self.size), [tensor.view(-1)], options))
+        return self._waiter(self._all.gather(member_parts(out, self.size), [tensor.view(-1)], options))
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
         options = options_of("Scatter", root=root)
-        return self._waiter(self._all.scatter([out.view(-1)], parts_of(tensor, self.size), options))
+        return self._waiter(self._all.scatter([out.view(-1)], member_parts(tensor, self.size), options))
 
     def _waiter(self, work: Any) -> Issued:
         return self._issued(_Work(work))
