@@ -1,9 +1,8 @@
-"""Helpers for tensors: sizes, contiguous copies, and memory order."""
+"""Helpers for tensors: sizes, and memory order."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,22 +26,6 @@ def nbytes(tensor: Tensor) -> int:
 def row_size(tensor: Tensor) -> int:
     """Return the number of elements in one row of dim 0."""
     return math.prod(tensor.shape[1:])
-
-
-def staged(tensor: Tensor) -> tuple[Tensor, Callable[[], object] | None]:
-    """Return a contiguous tensor to communicate with.
-
-    Args:
-        tensor: A tensor of any strides.
-
-    Returns:
-        ``tensor`` itself and None if it is contiguous. Otherwise a contiguous copy, and a function that copies the
-        result back.
-    """
-    if tensor.is_contiguous():
-        return tensor, None
-    flat = tensor.contiguous()
-    return flat, lambda: tensor.copy_(flat)
 
 
 Values = tuple[Tensor, ...]  # the inputs or outputs of a layer

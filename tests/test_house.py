@@ -379,7 +379,8 @@ MAY_IMPORT = {
         "actors actors/autograd actors/collective actors/layers actors/layers/attention actors/models actors/specs"
     ),
     "actors/tensor_parallel/grid": (
-        "actors actors/collective actors/layers actors/layers/attention actors/models actors/tensor_parallel"
+        "actors actors/autograd actors/collective actors/layers actors/layers/attention actors/models "
+        "actors/tensor_parallel"
     ),
     "actors/worker": (
         "actors actors/checkpoint actors/collective actors/collective/ray actors/data_parallel "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -123,17 +125,13 @@ class _Graph:
             return {self.root: [*self.leaves]}, []
         while True:
             below = self._below_borders(wanted)
-            times: dict[Tensor, int] = {}
-            for leaves in below.values():
-                for leaf in leaves:
-                    times[leaf] = times.get(leaf, 0) + 1
+            times = Counter(chain.from_iterable(below.values()))
             early = {leaf for leaf, count in times.items() if count > 1}
             for border, leaves in below.items():
                 if isinstance(border, BackwardCFunction) or all(leaf.dim() < 2 for leaf in leaves):
                     early.update(leaves)
             if not early:
-                left = set(times)
-                return below, [leaf for leaf in self.leaves if leaf not in left]
+                return below, [leaf for leaf in self.leaves if leaf not in times]
             wanted -= early
 
     def _below_borders(self, wanted: set[Tensor]) -> dict[Node, list[Tensor]]:

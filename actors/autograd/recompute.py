@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.autograd.backward import GraphEnd
 from raypar.actors.autograd.forward_state import ForwardState, FrozenWrites, Then
 from raypar.actors.autograd.torch_private import num_writes
@@ -42,8 +43,7 @@ class Anchored:
 
     def anchored(self, x: Tensor) -> Tensor:
         """Return a tensor with the same values, whose backward always runs."""
-        out: Tensor = _Anchor.apply(x, self.anchor)  # type: ignore[no-untyped-call]
-        return out
+        return apply_function(_Anchor, x, self.anchor)
 
 
 class InPlaceGuard:

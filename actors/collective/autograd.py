@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.sharding import Pieces
 from raypar.actors.tensors import row_size
@@ -94,14 +95,12 @@ def join_rows(x: Tensor, group: Group, count: int) -> Tensor:
 
 
 def _in_place(x: Tensor, group: Group) -> Tensor:
-    out: Tensor = _ReduceInPlace.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_ReduceInPlace, x, group)
 
 
 def through(x: Tensor, there: Move, back: Move) -> Tensor:
     """Apply a function in the forward, and another one to the gradient in the backward."""
-    out: Tensor = _Through.apply(x, there, back)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Through, x, there, back)
 
 
 class _Through(torch.autograd.Function):

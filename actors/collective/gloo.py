@@ -1,14 +1,13 @@
 """The CPU backend across nodes: one private torch ProcessGroupGloo per group, built over any torch Store.
 
-It adds what torch's Gloo lacks: a real abort, a deadline on every wait, reduce_scatter through all-to-all with
-additions in rank order, and tensors of any strides.
+It adds what torch's Gloo lacks: a real abort, a deadline on every wait, and reduce_scatter through all-to-all with
+additions in rank order.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +22,9 @@ from raypar.actors.autograd.torch_private import gloo_options
 from raypar.actors.collective.exchange import ExchangedStore
 from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
-from raypar.actors.collective.torch_options import options_of
+from raypar.actors.collective.torch_options import member_parts, options_of
 from raypar.actors.machine.system_features import has_feature
-from raypar.actors.tensors import nbytes, row_size, staged
+from raypar.actors.tensors import nbytes, row_size
 
 _ABORT_TAG = (1 << 31) - 1
 _SMALL_TAG = _ABORT_TAG - 1
@@ -81,8 +80,7 @@ class GlooGroup(Group):
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
         if self._is_small(tensor):
             return self._all_reduce_directly(tensor, op)
-        flat, back = staged(tensor)
-        return self._waiter(self._pg.allreduce([flat], options_of("Allreduce", op=op)), back, flat)
+        return self._waiter(self._pg.allreduce([tensor], options_of("Allreduce", op=op)), tensor)
 
     def _all_reduce_directly(self, tensor: Tensor, op: ReduceOp) -> Finish:
         """Send to every member and add in rank order.
@@ -90,7 +88,7 @@ class GlooGroup(Group):
         It has a third of the latency of Gloo's ring, where every step wakes one more thread.
         """
         parts = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
-        parts[self.rank] = tensor.reshape(-1)
+        parts[self.rank] = tensor.view(-1)
         others = [rank for rank in range(self.size) if rank != self.rank]
         works = [self._pg.recv([parts[rank]], rank, _SMALL_TAG) for rank in others]
         works += [self._pg.send([parts[self.rank]], rank, _SMALL_TAG) for rank in others]
@@ -104,78 +102,63 @@ class GlooGroup(Group):
         return finish
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        flat, back = staged(out)
-        part = tensor.contiguous()
-        pieces = list(flat.view(-1).chunk(self.size)) if flat.numel() else [flat] * self.size
-        work = self._pg.allgather([pieces], [part.view(-1)]) if flat.numel() else self._pg.barrier()
-        return self._waiter(work, back, flat, part)
+        if not out.numel():
+            return self._barrier()
+        return self._waiter(self._pg.allgather(member_parts(out, self.size), [tensor.view(-1)]), out, tensor)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
         # Gloo's own reduce_scatter takes three times as long and adds in the ring's order, not in rank order.
-        source, parts = tensor.contiguous().view(-1), torch.empty(tensor.numel(), dtype=tensor.dtype)
-        work = self._pg.alltoall_base(parts, source, [], [])
+        parts = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        arrived = self._waiter(self._pg.alltoall_base(parts, tensor.view(-1), [], []), parts, tensor)
 
-        def add() -> None:
-            reduce_in_order(list(parts.view(self.size, -1)), op, out)
+        def finish(timeout: float) -> None:
+            arrived(timeout)
+            if out.numel():
+                reduce_in_order(list(parts.view(self.size, -1)), op, out)
 
-        return self._waiter(work, add if out.numel() else None, parts, source)
+        return finish
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        flat, back = staged(out)
-        source = tensor.contiguous()
-        if not row_size(source):
-            return self._waiter(self._pg.barrier(), None)
-        return self._waiter(self._pg.alltoall_base(flat, source, outs, ins), back, flat, source)
+        if not row_size(tensor):
+            return self._barrier()
+        return self._waiter(self._pg.alltoall_base(out, tensor, outs, ins), out, tensor)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        flat, back = staged(tensor)
-        return self._waiter(self._pg.broadcast([flat], options_of("Broadcast", root=root)), back, flat)
+        return self._waiter(self._pg.broadcast([tensor], options_of("Broadcast", root=root)), tensor)
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        flat, back = staged(tensor)
-        if self.rank != root:
-            flat, back = flat.clone(), None  # Gloo uses the members' buffers as scratch space
-        return self._waiter(self._pg.reduce([flat], options_of("Reduce", root=root, op=op)), back, flat)
+        own = tensor if self.rank == root else tensor.clone()  # Gloo uses the members' buffers as scratch space
+        return self._waiter(self._pg.reduce([own], options_of("Reduce", root=root, op=op)), own)
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
         if not tensor.numel():
-            return self._waiter(self._pg.barrier(), None)
-        part, options = tensor.contiguous().view(-1), options_of("Gather", root=root)
-        if out is None:
-            return self._waiter(self._pg.gather([], [part], options), None, part)
-        flat, back = staged(out)
-        pieces = [list(flat.view(-1).chunk(self.size))]
-        return self._waiter(self._pg.gather(pieces, [part], options), back, part, pieces)
+            return self._barrier()
+        work = self._pg.gather(member_parts(out, self.size), [tensor.view(-1)], options_of("Gather", root=root))
+        return self._waiter(work, out, tensor)
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
         if not out.numel():
-            return self._waiter(self._pg.barrier(), None)
-        flat, back = staged(out)
-        pieces = [] if tensor is None else [list(tensor.contiguous().view(-1).chunk(self.size))]
-        work = self._pg.scatter([flat.view(-1)], pieces, options_of("Scatter", root=root))
-        return self._waiter(work, back, flat, pieces)
+            return self._barrier()
+        work = self._pg.scatter([out.view(-1)], member_parts(tensor, self.size), options_of("Scatter", root=root))
+        return self._waiter(work, out, tensor)
 
     def _barrier(self) -> Finish:
-        return self._waiter(self._pg.barrier(), None)
+        return self._waiter(self._pg.barrier())
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
-        source = tensor.contiguous()
-        return self._waiter(self._pg.send([source], dst, tag), None, source)
+        return self._waiter(self._pg.send([tensor], dst, tag), tensor)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        flat, back = staged(tensor)
-        return self._waiter(self._pg.recv([flat], src, tag), back, flat)
+        return self._waiter(self._pg.recv([tensor], src, tag), tensor)
 
-    def _waiter(self, work: Any, then: Callable[[], object] | None, *keep: object) -> Finish:
-        """Return a Finish that waits for Gloo's ``work`` and then calls ``then``.
+    def _waiter(self, work: Any, *keep: object) -> Finish:
+        """Return a Finish that waits for Gloo's ``work``.
 
         ``keep`` stays alive until then: Gloo closes the connection when a tensor in use is freed.
         """
 
         def finish(timeout: float) -> None:
             self._wait(work, timeout)
-            if then is not None:
-                then()
             del keep_alive[:]
 
         keep_alive = list(keep)

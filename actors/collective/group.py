@@ -1,7 +1,7 @@
 """The abstract ``Group``: collectives and point-to-point ops between the ranks of one mesh axis slice.
 
 Every op is asynchronous: it returns a ``Handle`` at once and is complete when ``handle.wait()`` returns. Every wait has
-a deadline, and the ledger counts every op. Backends implement the underscored methods.
+a deadline, and the ledger counts every op. Backends implement the underscored methods; their tensors are contiguous.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from raypar.actors.tensors import nbytes, row_size
 TIMEOUT = 60.0  # seconds: of a wait and of connecting, until the owner sets another
 Edge = tuple[int, int]  # ranks: source and destination
 Finish = Callable[[float], None]  # blocks until an op is complete, for at most the given seconds
+Start = Callable[..., Finish]  # starts an op, and returns the function that completes it
 
 
 class Waitable(Protocol):
@@ -143,7 +144,7 @@ class Group(ABC):
             op: The reduction.
         """
         self._known(op, "all_reduce")
-        return self._run("all_reduce", None, self._all_reduce_bytes(tensor), self._all_reduce, tensor, op)
+        return self._run("all_reduce", None, self._all_reduce_bytes(tensor), tensor, self._all_reduce, tensor, op)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Handle:
         """Concatenate the members' tensors in rank order.
@@ -153,7 +154,8 @@ class Group(ABC):
             tensor: This member's part (n, ...).
         """
         self._fit(out, tensor, "all_gather: out must hold size x tensor elements")
-        return self._run("all_gather", None, (self.size - 1) * nbytes(tensor), self._all_gather, out, tensor)
+        sent = (self.size - 1) * nbytes(tensor)
+        return self._run("all_gather", None, sent, out, self._all_gather, out, tensor)
 
     def all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Handle:
         """Concatenate the members' tensors of different lengths in rank order.
@@ -167,7 +169,7 @@ class Group(ABC):
         rule = "all_gather_parts: there must be a count for each member, of its tensor's elements; out holds them all"
         self._same((len(counts), tensor.numel(), out.numel()), (self.size, counts[self.rank], sum(counts)), rule)
         sent = (self.size - 1) * nbytes(tensor)
-        return self._run("all_gather", None, sent, self._all_gather_parts, out, tensor, counts)
+        return self._run("all_gather", None, sent, out, self._all_gather_parts, out, tensor, counts)
 
     def reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp = "sum") -> Handle:
         """Reduce the members' tensors and keep this rank's part.
@@ -182,7 +184,7 @@ class Group(ABC):
         self._fit(tensor, out, "reduce_scatter: tensor must hold size x out elements")
         self._known(op, "reduce_scatter")
         sent = (self.size - 1) * nbytes(out)
-        return self._run("reduce_scatter", None, sent, self._reduce_scatter, out, tensor, op)
+        return self._run("reduce_scatter", None, sent, out, self._reduce_scatter, out, tensor, op)
 
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int] = (), in_splits: Sequence[int] = ()
@@ -199,12 +201,13 @@ class Group(ABC):
         self._same(out.shape[1:], tensor.shape[1:], "all_to_all: a row of out must be like a row of tensor")
         ins, outs = self._splits(tensor, in_splits, "in_splits"), self._splits(out, out_splits, "out_splits")
         sent = row_size(tensor) * tensor.element_size() * (sum(ins) - ins[self.rank])
-        return self._run("all_to_all", None, sent, self._all_to_all, out, tensor, outs, ins)
+        return self._run("all_to_all", None, sent, out, self._all_to_all, out, tensor, outs, ins)
 
     def broadcast(self, tensor: Tensor, root: int) -> Handle:
         """Copy the ``tensor`` of rank ``root`` into the ``tensor`` of every other member."""
-        sent = (self.size - 1) * nbytes(tensor) if self.rank == root else 0
-        return self._run("broadcast", root, sent, self._broadcast, tensor, root)
+        is_root = self.rank == root
+        sent = (self.size - 1) * nbytes(tensor) if is_root else 0
+        return self._run("broadcast", root, sent, None if is_root else tensor, self._broadcast, tensor, root)
 
     def reduce(self, tensor: Tensor, root: int, op: ReduceOp = "sum") -> Handle:
         """Reduce a tensor over all members into that of one rank. The other members' tensors do not change.
@@ -215,7 +218,8 @@ class Group(ABC):
             op: The reduction.
         """
         self._known(op, "reduce")
-        return self._run("reduce", root, nbytes(tensor) * (self.rank != root), self._reduce, tensor, root, op)
+        out = tensor if self.rank == root else None
+        return self._run("reduce", root, nbytes(tensor) * (out is None), out, self._reduce, tensor, root, op)
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Handle:
         """Concatenate the members' tensors in rank order on rank ``root``.
@@ -227,7 +231,9 @@ class Group(ABC):
         """
         if self.rank == root:
             self._fit(out, tensor, "gather: the root's out must hold size x tensor elements")
-        return self._run("gather", root, nbytes(tensor) * (self.rank != root), self._gather, out, tensor, root)
+        else:
+            out = None
+        return self._run("gather", root, nbytes(tensor) * (out is None), out, self._gather, out, tensor, root)
 
     def scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Handle:
         """Divide a tensor of rank ``root`` over the members by rank.
@@ -239,12 +245,14 @@ class Group(ABC):
         """
         if self.rank == root:
             self._fit(tensor, out, "scatter: the root's tensor must hold size x out elements")
-        sent = (self.size - 1) * nbytes(out) if self.rank == root else 0
-        return self._run("scatter", root, sent, self._scatter, out, tensor, root)
+        else:
+            tensor = None
+        sent = 0 if tensor is None else (self.size - 1) * nbytes(out)
+        return self._run("scatter", root, sent, out, self._scatter, out, tensor, root)
 
     def barrier(self) -> Handle:
         """Wait for all members: the op is complete once every member has called it."""
-        return self._run("barrier", None, 0, self._barrier)
+        return self._run("barrier", None, 0, None, self._barrier)
 
     # --- point to point ---
 
@@ -258,7 +266,7 @@ class Group(ABC):
             count_as: Op name for the ledger.
         """
         self._other(dst, tag, "send")
-        return self._run(count_as, dst, nbytes(tensor), self._send, tensor, dst, tag)
+        return self._run(count_as, dst, nbytes(tensor), None, self._send, tensor, dst, tag)
 
     def recv(self, tensor: Tensor, src: int, tag: int = 0, count_as: str = "recv") -> Handle:
         """Start to receive a tensor from another rank.
@@ -270,7 +278,7 @@ class Group(ABC):
             count_as: Op name for the ledger.
         """
         self._other(src, tag, "recv")
-        return self._run(count_as, src, nbytes(tensor), self._recv, tensor, src, tag)
+        return self._run(count_as, src, nbytes(tensor), tensor, self._recv, tensor, src, tag)
 
     # --- memory, and methods that only GPUs need ---
 
@@ -336,11 +344,11 @@ class Group(ABC):
         """Broadcast every part into its part of ``out``."""
         parts = out.split(list(counts))
         parts[self.rank].copy_(tensor)
-        finishes = [self._broadcast(part, root) for root, part in enumerate(parts) if part.numel()]
+        coming = [(part, self._broadcast(part, root)) for root, part in enumerate(parts) if part.numel()]
 
         def finish(timeout: float) -> None:
             deadline = time.monotonic() + timeout
-            for one in finishes:
+            for _, one in coming:  # the parts are kept alive until then
                 one(max(0.001, deadline - time.monotonic()))
 
         return finish
@@ -362,20 +370,38 @@ class Group(ABC):
     @abstractmethod
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish: ...
 
-    def _run(self, op: str, peer: int | None, sent: int, start: Callable[..., Finish], *args: object) -> Handle:
+    def _run(self, op: str, peer: int | None, sent: int, out: Tensor | None, start: Start, *args: object) -> Handle:
+        """Check, start and count an op.
+
+        Args:
+            op: Name of the op, for messages and the ledger.
+            peer: Rank of the other side, or of the root; None for all members.
+            sent: Payload bytes that this member sends.
+            out: The tensor among the arguments that becomes the result; None if none does.
+            start: The method of the backend that starts it.
+            args: The arguments of that method, which gets contiguous tensors.
+        """
         if peer is not None and not 0 <= peer < self.size:
             raise ValueError(f"group {self.name}: {op}: rank {peer} is not one of its {self.size} members")
         if self._closed:
             raise GroupError(self.name, op, peer, "the group was closed after an earlier fault")
         begin = time.perf_counter()
         try:
-            finish = start(*args)
+            given: list[Any] = [self._staged(op, arg, out) if isinstance(arg, Tensor) else arg for arg in args]
+            finish = start(*given)
         except (RuntimeError, OSError) as error:
             raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
         self.ledger.spent(self.axis, op, time.perf_counter() - begin)
+        for arg, flat in zip(args, given, strict=True):
+            if arg is out and flat is not out:
+                finish = _then_copied(finish, flat, out)
         # The root of an op waits for all members, so its handle names no peer.
         return Handle(self, op, None if peer == self.rank else peer, finish)
+
+    def _staged(self, op: str, tensor: Tensor, out: Tensor | None) -> Tensor:
+        """Return the contiguous tensor that an op uses for one of its tensors; ``out`` is that of the result."""
+        return tensor.contiguous()
 
     def _splits(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else -1
@@ -408,6 +434,22 @@ class Group(ABC):
     def _same(self, found: object, wanted: object, rule: str) -> None:
         if found != wanted:
             raise ValueError(f"group {self.name}: {rule} (found {found}, wanted {wanted})")
+
+
+def _then_copied(finish: Finish, flat: Tensor, out: Any) -> Finish:
+    """Return a Finish that calls ``finish`` and then copies ``flat`` to ``out``. Torch keeps ``flat`` alive."""
+
+    def copy(timeout: float) -> None:
+        finish(timeout)
+        out.copy_(flat, non_blocking=True)
+
+    return copy
+
+
+def wait_all(handles: Iterable[Waitable]) -> None:
+    """Wait for several operations."""
+    for handle in handles:
+        handle.wait()
 
 
 Groups = tuple[Group, ...]

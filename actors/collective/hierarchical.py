@@ -26,7 +26,7 @@ from raypar.actors.collective.group import Finish, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.group import ShmGroup
 from raypar.actors.collective.shm.links import PeerConnection
-from raypar.actors.tensors import nbytes, staged
+from raypar.actors.tensors import nbytes
 
 LARGE = 1 << 18  # bytes from which an all_reduce goes node by node
 _PIECE = 4 << 20  # bytes of a piece
@@ -90,10 +90,9 @@ class HierarchicalGroup(GlooGroup):
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
         if not self._is_large(tensor):
             return super()._all_reduce(tensor, op)
-        whole, back = staged(tensor)
-        pieces = whole.view(-1).split(_PIECE // whole.element_size())
+        pieces = tensor.view(-1).split(_PIECE // tensor.element_size())
         assert self._line is not None
-        return self._line.put(lambda: self._reduce_pieces(pieces, op), back)
+        return self._line.put(lambda: self._reduce_pieces(pieces, op))
 
     def _reduce_pieces(self, pieces: Sequence[Tensor], op: ReduceOp) -> None:
         """Take all pieces through the steps, each of which is started for a piece when the one before is complete."""
@@ -132,25 +131,11 @@ class _Line:
         self._thread = threading.Thread(target=self._run, name=f"group {name}", daemon=True)
         self._thread.start()
 
-    def put(self, work: Callable[[], None], back: Callable[[], object] | None) -> Finish:
-        """Queue an op.
-
-        Args:
-            work: Performs it.
-            back: The waiting thread calls it once the op is complete; may be None.
-
-        Returns:
-            The function that waits for it.
-        """
+    def put(self, work: Callable[[], None]) -> Finish:
+        """Queue an op, which ``work`` performs, and return the function that waits for it."""
         done = Future[None]()
         self._tasks.put((work, done))
-
-        def finish(timeout: float) -> None:
-            done.result(timeout)
-            if back is not None:
-                back()
-
-        return finish
+        return done.result
 
     def end(self) -> None:
         """End the thread after the ops that are queued, which fail at once if their groups are closed."""

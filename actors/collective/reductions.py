@@ -9,6 +9,12 @@ import torch
 from torch import Tensor
 
 ReduceOp = Literal["sum", "product", "min", "max"]
+REDUCTIONS: dict[ReduceOp, Callable[..., object]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 
 
 def reduce_in_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
@@ -16,21 +22,5 @@ def reduce_in_order(parts: Sequence[Tensor], op: ReduceOp, out: Tensor) -> None:
     half = out.dtype in (torch.bfloat16, torch.float16)
     total = parts[0].float() if half else parts[0].clone()
     for part in parts[1:]:
-        REDUCTIONS[op](total, part)
+        REDUCTIONS[op](total, part, out=total)
     out.copy_(total.view_as(out))
-
-
-def _minimum(total: Tensor, part: Tensor) -> None:
-    torch.minimum(total, part.to(total.dtype), out=total)
-
-
-def _maximum(total: Tensor, part: Tensor) -> None:
-    torch.maximum(total, part.to(total.dtype), out=total)
-
-
-REDUCTIONS: dict[ReduceOp, Callable[[Tensor, Tensor], object]] = {
-    "sum": Tensor.add_,
-    "product": Tensor.mul_,
-    "min": _minimum,
-    "max": _maximum,
-}

@@ -1,20 +1,14 @@
-"""The options of torch's collective ops, as ProcessGroupGloo and ProcessGroupNCCL take them."""
+"""The arguments of torch's collective ops, as ProcessGroupGloo and ProcessGroupNCCL take them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from raypar.actors.collective.reductions import ReduceOp
-
-_OPS: dict[ReduceOp, Any] = {
-    "sum": dist.ReduceOp.SUM,
-    "product": dist.ReduceOp.PRODUCT,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
 
 
 def options_of(kind: str, *, root: int | None = None, op: ReduceOp | None = None) -> Any:
@@ -29,5 +23,10 @@ def options_of(kind: str, *, root: int | None = None, op: ReduceOp | None = None
     if root is not None:
         options.rootRank = root
     if op is not None:
-        options.reduceOp = _OPS[op]
+        options.reduceOp = getattr(dist.ReduceOp, op.upper())
     return options
+
+
+def member_parts(tensor: Tensor | None, members: int) -> list[list[Tensor]]:
+    """Return the members' equal parts of a contiguous tensor, by device of the process; none without a tensor."""
+    return [] if tensor is None else [[*tensor.view(-1).chunk(members)]]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.collective import autograd
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.experts import ExpertsOfTokens
@@ -42,8 +43,7 @@ def ring_scores(q_BKRd: Tensor, k_BKTd: Tensor, carrier: Carrier, size: int) -> 
     Returns:
         The scores (B, K, R, size x T); the keys are in the order of the ranks.
     """
-    out: Tensor = _Scores.apply(q_BKRd, k_BKTd, carrier, size)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Scores, q_BKRd, k_BKTd, carrier, size)
 
 
 def ring_values(weights_BKRT: Tensor, v_BKTd: Tensor, carrier: Carrier) -> Tensor:
@@ -54,8 +54,7 @@ def ring_values(weights_BKRT: Tensor, v_BKTd: Tensor, carrier: Carrier) -> Tenso
         v_BKTd: This rank's values (B, K, T, d).
         carrier: Brings the values of the other ranks.
     """
-    out: Tensor = _Values.apply(weights_BKRT, v_BKTd, carrier)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Values, weights_BKRT, v_BKTd, carrier)
 
 
 class _Scores(torch.autograd.Function):

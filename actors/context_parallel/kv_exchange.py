@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group, Handle
+from raypar.actors.collective.group import Group, Handle, wait_all
 
 Contribute = Callable[[int, Tensor], Tensor]  # (owner's rank, owner's tensor) -> this rank's gradient for that tensor
 
@@ -64,8 +64,7 @@ class Ring:
                 ([], current) if hop == self._group.size - 1 else self._shift(current, _TENSOR_TAG, "kv")
             )
             yield (self._group.rank - hop) % self._group.size, current
-            for handle in handles:
-                handle.wait()
+            wait_all(handles)
             current = incoming
 
     def back(self, own: Tensor, contribute: Contribute) -> Tensor:
@@ -81,11 +80,11 @@ class Ring:
         for source, current in visits:
             made = contribute(source, current)
             if received is not None:
-                self._settle(handles)
+                wait_all(handles)
                 made += received
             handles, received = self._shift(made, _GRADIENT_TAG, "gradient of kv")
         if received is not None:
-            self._settle(handles)
+            wait_all(handles)
             own_total += received
         return own_total
 
@@ -98,11 +97,6 @@ class Ring:
         incoming = torch.empty_like(current)
         sent = self._group.send(current, self._next, tag, f"send {what}")
         return [sent, self._group.recv(incoming, self._before, tag, f"recv {what}")], incoming
-
-    @staticmethod
-    def _settle(handles: list[Handle]) -> None:
-        for handle in handles:
-            handle.wait()
 
 
 class AllGather:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.autograd.torch_private import flash_attention_cpu, flash_attention_cpu_backward
 from raypar.actors.context_parallel.kv_exchange import Carrier
 from raypar.actors.sharding import Pieces
@@ -81,6 +82,12 @@ class View:
     mask: Tensor | None = None
     window: int | None = None
     starts: Tensor | None = None
+
+    def terms(self, source: int, length: int) -> Iterator[tuple[AttendedBlock, Terms]]:
+        """Yield each of the ``blocks``, and what becomes of its scores. The arguments are those of ``blocks``."""
+        for block in self.blocks(source, length):
+            bias, mask = self.extras(block, source, length)
+            yield block, Terms(block.causal, bias, mask, self.unseen(block, source, length), self.fused)
 
     def blocks(self, source: int, length: int) -> Iterator[AttendedBlock]:
         """Yield the blocks of queries of this rank and keys of another that attention needs.
@@ -168,8 +175,7 @@ def ring_attend(q_BNSd: Tensor, k_BKTd: Tensor, v_BKTd: Tensor, view: View, carr
         view: What the queries attend to.
         carrier: Brings the keys and values of the other ranks.
     """
-    out: Tensor = _Attend.apply(q_BNSd, k_BKTd, v_BKTd, view, carrier)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Attend, q_BNSd, k_BKTd, v_BKTd, view, carrier)
 
 
 class _Attend(torch.autograd.Function):
@@ -185,11 +191,8 @@ class _Attend(torch.autograd.Function):
         out = q.new_zeros((B, length, N, d), dtype=_exact(q)).transpose(1, 2)  # so that joining heads copies nothing
         total = out.new_full(q.shape[:3], -math.inf)  # logarithm of the sum of exponentials so far
         for source, kv in carrier.visit(torch.stack((k, v))):
-            for block in view.blocks(source, length):
-                bias, mask = view.extras(block, source, length)
-                hidden = view.unseen(block, source, length)
+            for block, terms in view.terms(source, length):
                 keys, values = (_for_heads(part, q)[:, :, block.keys] for part in kv)
-                terms = Terms(block.causal, bias, mask, hidden, view.fused)
                 seen, logs = _forward(q[:, :, block.queries], keys, values, terms)
                 before = total[:, :, block.queries]
                 after = torch.logaddexp(before, logs)
@@ -211,12 +214,9 @@ class _Attend(torch.autograd.Function):
 
         def contribute(source: int, kv: Tensor) -> Tensor:
             made = torch.zeros_like(kv)
-            for block in view.blocks(source, length):
+            for block, terms in view.terms(source, length):
                 rows = slice(None), slice(None), block.queries
-                bias, mask = view.extras(block, source, length)
-                hidden = view.unseen(block, source, length)
                 keys, values = (_for_heads(part, q)[:, :, block.keys] for part in kv)
-                terms = Terms(block.causal, bias, mask, hidden, view.fused)
                 dq_block, *dkv_block = _backward(gradient[rows], q[rows], keys, values, out[rows], total[rows], terms)
                 dq[rows] += dq_block
                 for part, grad in zip(made, dkv_block, strict=True):

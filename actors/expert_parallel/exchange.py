@@ -145,7 +145,7 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         weights = [*next(iter(self.values())).parameters()]
         count, each = sum(weight.numel() for weight in weights), sum(map(nbytes, weights))
         row = rows_ND.shape[1] * rows_ND.element_size()
-        choice = Shadowing(self._most, count, row, each).choose(asked.view(*[self._group.size] * 2, -1).tolist())
+        choice = Shadowing(self._most, count, row, each).choose(asked.view(*[self._group.size] * 2, -1))
         if self.record is not None and self._group.rank == 0:
             numbers = tuple(self._order[slot] for slot in choice.slots)
             self.record.shadows(self.name, self._num_experts, choice._replace(slots=numbers))

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.autograd.apply_function import apply_function
+
 DROPPED = -1  # instead of an expert's number: a dropped choice
 
 
@@ -91,14 +93,12 @@ def order_by_expert(chosen_TK: Tensor, num_experts: int, *, tokens: int) -> Orde
 
 def spread(x_TD: Tensor, order: Order) -> Tensor:
     """Return the token of each choice (N, D), in the order of the choices."""
-    out: Tensor = _Spread.apply(x_TD, order)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Spread, x_TD, order)
 
 
 def combine(rows_ND: Tensor, gates_TK: Tensor, order: Order) -> Tensor:
     """Return for each token the sum (T, D) of its choices' rows, weighted by its gates."""
-    out: Tensor = _Combine.apply(rows_ND, gates_TK.to(rows_ND.dtype), order)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Combine, rows_ND, gates_TK.to(rows_ND.dtype), order)
 
 
 class _Spread(torch.autograd.Function):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.expert_parallel.losses import Sums, counted, load_of, num_counted
 
 
@@ -84,7 +85,7 @@ class JointLoss:
         num_experts = probs_TE.shape[1]
         probs_E = counted(probs_TE, real_T).sum(0)
         if again:
-            return _Late.apply(probs_E, probs_E.new_zeros(()), self._tallies[microbatch])  # type: ignore[no-any-return, no-untyped-call]
+            return apply_function(_Late, probs_E, probs_E.new_zeros(()), self._tallies[microbatch])
         if is_first:
             self._tallies[microbatch] = LoadTally(num_experts, probs_E)
         tally = self._tallies[microbatch]
@@ -92,7 +93,7 @@ class JointLoss:
             load_E = load_of(chosen_TK, num_experts).to(probs_E)
             own = torch.cat((load_E, probs_E, num_counted(probs_TE, real_T)))
             more = tally.add(sums(own))
-        return _Late.apply(probs_E, more, tally)  # type: ignore[no-any-return, no-untyped-call]
+        return apply_function(_Late, probs_E, more, tally)
 
 
 class _Late(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.expert_parallel.shadowing import ShadowChoice
 from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed
 from raypar.schedules.float_sum import float_sum
@@ -157,8 +158,7 @@ class RouterRecord:
     def _attach(self, x: Tensor, loss: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and loss.requires_grad):
             return x
-        attached: Tensor = _Attach.apply(x, loss.float(), self)  # type: ignore[no-untyped-call]
-        return attached
+        return apply_function(_Attach, x, loss.float(), self)
 
 
 class Routed:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.collective.group import Group, Handle
 
 
@@ -31,13 +32,11 @@ class Trip:
 
     def begin(self, rows_ND: Tensor) -> Tensor:
         """Start to send rows, and return the tensor of received rows: its values are undefined until ``end``."""
-        came: Tensor = _Begin.apply(rows_ND, self)  # type: ignore[no-untyped-call]
-        return came
+        return apply_function(_Begin, rows_ND, self)
 
     def end(self, came_ND: Tensor) -> Tensor:
         """Return the received rows. The backward through this starts to send their gradients."""
-        arrived: Tensor = _End.apply(came_ND, self)  # type: ignore[no-untyped-call]
-        return arrived
+        return apply_function(_End, came_ND, self)
 
     def depart(self, rows_ND: Tensor, there: Sequence[int], here: Sequence[int]) -> Tensor:
         """Start an all-to-all, and return the tensor that it fills."""

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group
+from raypar.actors.collective.group import Group, wait_all
 
 # For one CPU core and for shared memory (docs/decisions/experts.md, 2026-11-25). Only their ratio decides.
 FLOPS = 40e9  # operations a second
 BYTES = 2e9  # bytes a second, into or out of an actor
 
-Asked = Sequence[Sequence[Sequence[int]]]  # rows by sender, owner and expert of that owner
 Weights = tuple[Tensor, ...]
 
 
@@ -53,39 +52,35 @@ class Shadowing:
     row_bytes: int
     weight_bytes: int
 
-    def choose(self, asked: Asked) -> ShadowChoice:
-        """Return the experts to shadow. All members of a group choose the same ones."""
-        owners, each = len(asked), len(asked[0][0])
-        rows = {
-            owner * each + expert: sum(asked[sender][owner][expert] for sender in range(owners))
-            for owner in range(owners)
-            for expert in range(each)
-        }
-        popular = sorted(rows, key=lambda slot: (-rows[slot], slot))
+    def choose(self, asked: Tensor) -> ShadowChoice:
+        """Return the experts to shadow. All members of a group choose the same ones.
+
+        Args:
+            asked: The number of rows by sender, owner and expert of that owner, on the host.
+        """
+        rows = asked.sum(0).flatten().tolist()
+        popular = sorted(range(len(rows)), key=lambda slot: (-rows[slot], slot))
         counts = range(min(self.most, len(popular)) + 1)
         seconds = [self.seconds(asked, popular[:count]) for count in counts]
         best = min(counts, key=lambda count: (seconds[count], count))
         return ShadowChoice(tuple(sorted(popular[:best])), seconds[0], seconds[best])
 
-    def seconds(self, asked: Asked, shadows: Sequence[int]) -> float:
+    def seconds(self, asked: Tensor, shadows: Sequence[int]) -> float:
         """Return the predicted seconds of the layer for a microbatch, forward and backward.
 
         Args:
-            asked: The number of rows.
+            asked: As of ``choose``.
             shadows: Positions of the shadowed experts.
         """
-        members, each = range(len(asked)), len(asked[0][0])
-        away = [[[0 if owner * each + expert in shadows else count for expert, count in enumerate(asked[sender][owner])]
-                 for owner in members] for sender in members]  # fmt: skip
-        computed = [sum(sum(away[sender][one]) for sender in members) for one in members]
-        for slot in shadows:
-            owner, expert = divmod(slot, each)
-            computed = [rows + asked[one][owner][expert] for one, rows in zip(members, computed, strict=True)]
-        sent = [sum(sum(away[one][owner]) for owner in members if owner != one) for one in members]
-        came = [sum(sum(away[sender][one]) for sender in members if sender != one) for one in members]
-        products = 3 * max(computed) * 2 * self.weights / FLOPS
-        exchanges = 4 * max(*sent, *came) * self.row_bytes / BYTES
-        return products + exchanges + 2 * len(shadows) * (len(asked) - 1) * self.weight_bytes / BYTES
+        members, by_slot = len(asked), asked.flatten(1)
+        away = by_slot.clone()
+        away[:, [*shadows]] = 0
+        by_owner = away.view_as(asked).sum(2)
+        computed = by_owner.sum(0) + by_slot[:, [*shadows]].sum(1)
+        travels = by_owner.fill_diagonal_(0)
+        products = 3 * int(computed.max()) * 2 * self.weights / FLOPS
+        exchanges = 4 * int(max(travels.sum(0).max(), travels.sum(1).max())) * self.row_bytes / BYTES
+        return products + exchanges + 2 * len(shadows) * (members - 1) * self.weight_bytes / BYTES
 
 
 def dispatch(
@@ -133,8 +128,7 @@ class _Dispatch(torch.autograd.Function):
         handles = [group.all_to_all(came, rows_ND.contiguous(), outs, ins)]
         flats = [_flat(weights) for weights in _grouped(given, visits[1])]
         handles += [group.broadcast(flat, owner) for owner, flat in zip(visits[0], flats, strict=True)]
-        for handle in handles:
-            handle.wait()
+        wait_all(handles)
         found = [
             part for flat, like in zip(flats, _grouped(given, visits[1]), strict=True) for part in _cut(flat, like)
         ]
@@ -147,8 +141,7 @@ class _Dispatch(torch.autograd.Function):
         handles = [group.all_to_all(back, grad_came.contiguous(), ins, outs)]
         flats = [_flat(weights) for weights in _grouped(gradients, counts)]
         handles += [group.reduce(flat, owner) for owner, flat in zip(owners, flats, strict=True)]
-        for handle in handles:
-            handle.wait()
+        wait_all(handles)
         found: list[Tensor | None] = []
         for owner, flat, like in zip(owners, flats, _grouped(gradients, counts), strict=True):
             found += _cut(flat, like) if owner == group.rank else [None] * len(like)

@@ -50,7 +50,7 @@ class Mesh:
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield the faults of the axes; ``right`` returns whether all fields with these paths in a run are valid."""
         if right("mesh.dp", "mesh.cp", "mesh.tp", "mesh.ep", "mesh.etp", "mesh.expert_actors", "mesh.shard"):
-            yield from self._expert_actor_faults() if self.expert_actors else self._expert_faults()
+            yield from self._expert_faults()
         if self.shard is not None and right("mesh.dp", "mesh.cp", "mesh.shard") and self.dp * self.cp % self.shard:
             near = max(count for count in range(1, self.shard + 1) if self.dp * self.cp % count == 0)
             replicas = "1 replica" if self.dp * self.cp == 1 else f"{self.dp * self.cp} replicas"
@@ -68,7 +68,14 @@ class Mesh:
                 yield f"mesh.rank_{axis}", f"mesh.rank_{axis} is {counts}, for {given} (mesh.pp): {fix}"
 
     def _expert_faults(self) -> Iterator[str]:
-        """Yield the reasons why experts cannot be divided over the ranks of a pipeline stage."""
+        """Yield the reasons why experts cannot be divided over the ranks of a pipeline stage, or over own actors."""
+        if self.expert_actors:
+            if self.etp is not None and self.etp > 1:
+                yield (
+                    f"mesh.expert_actors is {self.expert_actors}, and mesh.etp is {self.etp}: an expert is whole on "
+                    "its actor: leave mesh.etp out"
+                )
+            return
         if self.ep == 1:
             if self.etp not in (None, self.tensor_ranks):
                 fix = f", or set mesh.ep to {self.tensor_ranks}" if self.grid is None and self.tensor_ranks > 1 else ""
@@ -90,12 +97,6 @@ class Mesh:
                 f"mesh.ep is {self.ep}, so tensor ranks have the same experts, and no replicas sum "
                 f"their gradients: use {self.inner}, or set mesh.dp to 2"
             )
-
-    def _expert_actor_faults(self) -> Iterator[str]:
-        """Yield the reasons why experts cannot be on actors of their own."""
-        named = f"mesh.expert_actors is {self.expert_actors}"
-        if self.etp is not None and self.etp > 1:
-            yield f"{named}, and mesh.etp is {self.etp}: an expert is whole on its actor: leave mesh.etp out"
 
     @property
     def inner(self) -> int:
@@ -223,48 +224,28 @@ class Mesh:
         of each). ``edp`` groups have the ranks that hold the same part of the same experts. With expert actors, an
         expert group has all ranks of a pipeline rank and then its expert actors, each of which is alone in its ``edp``.
         """
-        if self.is_uneven:
-            return self._uneven_groups(axis)
-        if axis in ("ep", "edp") and self.expert_actors:
-            own = [tuple(self.experts_of(pp)) for pp in range(self.pp)]
-            if axis == "edp":
-                return tuple((rank,) for ranks in own for rank in ranks)
-            return tuple((*range(pp * self.inner, (pp + 1) * self.inner), *own[pp]) for pp in range(self.pp))
-        if axis in ("ep", "edp"):
-            rows = range(0, self.size, self.ep * self.expert_ranks)
-            if axis == "ep":
-                lines = (
-                    range(row + etp, row + self.ep * self.expert_ranks, self.expert_ranks)
-                    for row in rows
-                    for etp in range(self.expert_ranks)
-                )
-                return tuple(map(tuple, lines))
-            step = self.ep * self.expert_ranks
-            return tuple(
-                tuple(range(stage * self.inner + first, (stage + 1) * self.inner, step))
-                for stage in range(self.pp)
-                for first in range(step)
-            )
-        stride = 1
-        for inside in AXES[AXES.index(axis) + 1 :]:
-            stride *= self.ways(inside)
-        size = self.ways(axis)
-        starts = (rank for rank in range(self.size) if self.coordinate(rank)[axis] == 0)
-        return tuple(tuple(start + i * stride for i in range(size)) for start in starts)
-
-    def _uneven_groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """Return ``groups`` for pipeline ranks with different numbers of actors: along pp all are one group.
-
-        Experts are not divided then, so each rank is alone along ep, and along edp with its replicas.
-        """
-        if axis == "pp":
-            return (tuple(range(self.size)),)
-        if axis == "edp":
-            return self._uneven_groups("dp")
+        if axis == "edp" and self.expert_actors:
+            return tuple((rank,) for rank in range(self.size, self.actors))
         found = defaultdict[tuple[int, ...], list[int]](list)
-        for rank in range(self.size):
-            found[tuple(at for other, at in self.coordinate(rank).items() if other != axis)].append(rank)
-        return tuple(map(tuple, found.values())) if axis != "ep" else tuple((rank,) for rank in range(self.size))
+        for rank in range(self.actors if axis == "ep" else self.size):
+            found[self._in_common(axis, rank)].append(rank)
+        return tuple(map(tuple, found.values()))
+
+    def _in_common(self, axis: Axis, rank: int) -> tuple[int, ...]:
+        """Return numbers that the members of a rank's group have in common, and no ranks of other groups.
+
+        If pipeline ranks have different numbers of actors, all are one group along pp, and experts are not divided: so
+        each rank is alone along ep, and along edp with its replicas.
+        """
+        if self.is_uneven and axis in ("pp", "ep"):
+            return (rank,) if axis == "ep" else ()
+        if axis == "ep" and self.expert_actors:
+            return (rank // self.inner if rank < self.size else (rank - self.size) // self.expert_actors,)
+        if axis in ("ep", "edp") and not self.is_uneven:
+            step = self.ep * self.expert_ranks
+            return (rank // step, rank % self.expert_ranks) if axis == "ep" else (rank // self.inner, rank % step)
+        same = "dp" if axis == "edp" else axis
+        return tuple(at for other, at in self.coordinate(rank).items() if other != same)
 
     def replicas(self, rank: int) -> tuple[int, tuple[int, ...]]:
         """Return the group of ranks that hold the same weights as ``rank``: they differ from it on dp and cp only.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Group, Handle
+from raypar.actors.collective.group import Group, Handle, wait_all
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.actors.tensors import Order, Values, empty_in, memory_order
 from raypar.schedules.action import RECVS, SENDS, Action, Op
@@ -145,7 +145,7 @@ class Courier:
                 self._exchanged.add((route.crossing, route.peers[0]))
             self._post(action)
         buffers, handles = self._posted.pop(action)
-        _wait_all(handles)
+        wait_all(handles)
         return tuple(buffers)
 
     def _known(self, action: Action) -> bool:
@@ -180,7 +180,7 @@ class Courier:
         for peer in route.peers:
             queue = self._sending[peer]
             while len(queue) >= SEND_WINDOW:
-                _wait_all(queue.popleft())
+                wait_all(queue.popleft())
             handles = self._send_header(route, peer) if action.op is Op.SEND_F else []
             handles += [send(_flat(values[i], specs[i]), peer, tag + 1 + i) for i in range(len(values))]
             queue.append(handles)
@@ -189,7 +189,7 @@ class Courier:
         """Wait until everything that was sent has been received."""
         for queue in self._sending.values():
             while queue:
-                _wait_all(queue.popleft())
+                wait_all(queue.popleft())
 
     def _record(self, crossing: Crossing, specs: tuple[Spec, ...]) -> None:
         self._specs[crossing] = specs
@@ -291,8 +291,3 @@ def _flat(value: Tensor, spec: Spec) -> Tensor:
 
 def _list(specs: tuple[Spec, ...]) -> str:
     return ", ".join(map(str, specs))
-
-
-def _wait_all(handles: list[Handle]) -> None:
-    for handle in handles:
-        handle.wait()

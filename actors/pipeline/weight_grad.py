@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.autograd.later_half import LaterHalf
 from raypar.actors.autograd.torch_private import has_gradient_hooks, has_saved_tensor_hooks, num_writes
 from raypar.actors.layers.linear import (
@@ -80,8 +81,7 @@ class DeferredGradients:
             pair = next(iter(self._uses))
             uses = self._uses.pop(pair)
             if any(map(_hooked, pair)):
-                root: Tensor = _Weights.apply(memory, uses, *pair)  # type: ignore[no-untyped-call]
-                root.backward()
+                apply_function(_Weights, memory, uses, *pair).backward()
             else:
                 _add(memory, uses, *pair)
         if self.others is not None:
@@ -115,19 +115,10 @@ class Linears:
     ) -> None:
         self._root = nn.ModuleList(modules)
         parts = [part for module in self._root if module not in whole for part in module.modules()]
-        self._layers: list[nn.Linear] = [
-            part
-            for part in parts
-            if isinstance(part, nn.Linear)
-            and type(part) in (nn.Linear, Linear)
-            and not any(p in shared for p in part.parameters(recurse=False))
-        ]
+        own = [part for part in parts if not any(p in shared for p in part.parameters(recurse=False))]
+        self._layers = [part for part in own if isinstance(part, nn.Linear) and type(part) in (nn.Linear, Linear)]
         self._fans = [part for part in parts if type(part) is SharedInputLinears]
-        self._postponable = [
-            part
-            for part in parts
-            if isinstance(part, Postponable) and not any(p in shared for p in part.parameters(recurse=False))
-        ]
+        self._postponable = [part for part in own if isinstance(part, Postponable)]
         self._halves = False
         self.anchor = torch.empty(0, requires_grad=True)
         self.deferred: DeferredGradients | None = None

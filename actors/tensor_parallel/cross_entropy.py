@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.collective.group import Group
 from raypar.actors.sharding import Shard
@@ -31,8 +32,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, shard: Shard, g
     vocab = shard.whole[0]
     known = ((labels >= 0) & (labels < vocab)) | (labels == ignored)
     demand_later(known.all(), f"a label is out of bounds: give 0 to {vocab - 1}, or {ignored} to leave it out")
-    out: Tensor = _CrossEntropy.apply(logits, labels, shard.span(0), group, ignored)  # type: ignore[no-untyped-call]
-    return mark(out, divided=False)
+    return mark(apply_function(_CrossEntropy, logits, labels, shard.span(0), group, ignored), divided=False)
 
 
 class _CrossEntropy(torch.autograd.Function):

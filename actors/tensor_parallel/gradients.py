@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,13 @@ _ROUNDING = 1e-3  # relative difference of squares of norms that counts as round
 _NOISE = 1e-10  # difference that counts as rounding, relative to the largest square
 
 
+@dataclass(eq=False)
 class ShardedGradients:
     """The gradients and norms of a tensor-parallel group at the end of a step, equal on all its members.
 
     Parameters that are not sharded are replicated: the same on all members.
 
-    Args:
+    Attributes:
         shards: This member's part of each sharded parameter, by logical name.
         partial: By logical name, the groups over which to sum the gradient of a parameter, because all their members
             hold the same part of the parameter.
@@ -31,22 +33,15 @@ class ShardedGradients:
         device: The device, whose tensors groups move. Gradients may be in other memory.
     """
 
-    def __init__(
-        self,
-        shards: Mapping[str, Shard],
-        partial: Mapping[str, Groups],
-        group: Group | None,
-        *,
-        watched: bool,
-        private: Collection[str] = (),
-        device: torch.device = _HOST,
-    ) -> None:
-        self._private, self._device = private, device
-        self._shards = shards
-        self._group = group
-        self._partial = partial
-        self._watched = watched
-        self._counted = {name for name in shards if is_first_holder(partial.get(name, ()))}
+    shards: Mapping[str, Shard]
+    partial: Mapping[str, Groups]
+    group: Group | None
+    watched: bool
+    private: Collection[str] = ()
+    device: torch.device = _HOST
+
+    def __post_init__(self) -> None:
+        self._counted = {name for name in self.shards if is_first_holder(self.partial.get(name, ()))}
 
     def complete(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum partial gradients over their groups, with one all_reduce per group.
@@ -54,9 +49,9 @@ class ShardedGradients:
         Args:
             parameters: This member's parameters by logical name.
         """
-        gradients = {name: p.grad for name, p in parameters.items() if name in self._partial and p.grad is not None}
-        for group in dict.fromkeys(group for name in gradients for group in self._partial[name]):
-            _sum([gradient for name, gradient in gradients.items() if group in self._partial[name]], group)
+        gradients = {name: p.grad for name, p in parameters.items() if name in self.partial and p.grad is not None}
+        for group in dict.fromkeys(group for name in gradients for group in self.partial[name]):
+            _sum([gradient for name, gradient in gradients.items() if group in self.partial[name]], group)
 
     def norms(self, names: Sequence[str], norms: Tensor) -> tuple[Tensor, float]:
         """Return the norms of whole gradients, and the number of parts that are not finite, the same on every member.
@@ -69,26 +64,26 @@ class ShardedGradients:
             ValueError: The gradients are watched, and that of a replicated parameter differs between members.
         """
         bad = (~norms.isfinite()).sum(dtype=torch.float64)
-        if self._group is None:
+        if self.group is None:
             return norms, float(bad)
-        common = torch.tensor([name not in self._private for name in names])
+        common = torch.tensor([name not in self.private for name in names])
         whole = norms.clone()
-        whole[common], votes = self._common([name for name in names if name not in self._private], norms[common], bad)
+        whole[common], votes = self._common([name for name in names if name not in self.private], norms[common], bad)
         return whole, votes
 
     def _common(self, names: Sequence[str], norms: Tensor, bad: Tensor) -> tuple[Tensor, float]:
         """Return ``norms`` for parameters that the group shards or replicates; ``bad`` is this member's count."""
-        sharded = torch.tensor([name in self._shards for name in names], dtype=torch.bool)
+        sharded = torch.tensor([name in self.shards for name in names], dtype=torch.bool)
         counted = torch.tensor([name in self._counted for name in names], dtype=torch.bool)
         own = norms.double().square()
         squares = torch.where(counted | ~sharded, own, 0.0)
         votes = torch.cat((squares, bad[None]))
-        assert self._group is not None
-        self._group.host.all_reduce(votes).wait()
+        assert self.group is not None
+        self.group.host.all_reduce(votes).wait()
         squares = votes[:-1]
-        if self._watched:
-            whole = [name for name in names if name not in self._shards]
-            _demand_equal_norms(whole, own[~sharded], squares[~sharded], self._group)
+        if self.watched:
+            whole = [name for name in names if name not in self.shards]
+            _demand_equal_norms(whole, own[~sharded], squares[~sharded], self.group)
         return torch.where(sharded, squares.sqrt().to(norms.dtype), norms), float(votes[-1])
 
     def whole(self, name: str, part: Tensor) -> Tensor:
@@ -101,18 +96,18 @@ class ShardedGradients:
         Returns:
             The whole tensor, the same on every member, on the device; ``part`` if it is whole and there already.
         """
-        part, shard = part.to(self._device), self._shards.get(name)
-        if shard is None or self._group is None:
+        part, shard = part.to(self.device), self.shards.get(name)
+        if shard is None or self.group is None:
             return part
         whole = part.new_zeros(shard.whole)
         if name in self._counted:
             shard.take(whole).copy_(part)
-        self._group.all_reduce(whole).wait()  # each element is nonzero on one member only: exact
+        self.group.all_reduce(whole).wait()  # each element is nonzero on one member only: exact
         return whole
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return a view of this member's part of a whole tensor, the inverse of ``whole``."""
-        shard = self._shards.get(name)
+        shard = self.shards.get(name)
         return whole if shard is None else shard.take(whole)
 
 

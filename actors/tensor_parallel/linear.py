@@ -23,7 +23,17 @@ from raypar.actors.tensor_parallel.plan_guard import mark
 
 
 class PostponableLinear(nn.Linear, Postponable):
-    """A linear layer of which a member has a part, and whose weight gradients may be deferred."""
+    """A linear layer of which a member has a part, and whose weight gradients may be deferred.
+
+    Args:
+        whole: The layer to shard.
+        shard: This member's part of the weight (out, in).
+        bias: Whether it adds a bias (own out,), if the whole layer does.
+    """
+
+    def __init__(self, whole: nn.Linear, shard: Shard, *, bias: bool = True) -> None:
+        outputs, inputs = shard.shape
+        super().__init__(inputs, outputs, bias and whole.bias is not None, dtype=whole.weight.dtype)
 
     def later(self, x: Tensor) -> Postponer | None:
         """Return what defers the gradients of the weights for an input (..., in); None: the backward computes them."""
@@ -33,16 +43,9 @@ class PostponableLinear(nn.Linear, Postponable):
 class ColumnParallelLinear(PostponableLinear):
     """A linear layer sharded by outputs: (..., in) -> (..., own outputs).
 
-    Its input must have passed ``copy_to``, which sums the members' gradients of the input.
-
-    Args:
-        whole: The layer to shard.
-        shard: This member's part of the weight (out, in), along dim 0, and of the bias (out,).
+    Its input must have passed ``copy_to``, which sums the members' gradients of the input. Its arguments are the layer
+    to shard, and this member's part of the weight (out, in) along dim 0, which is also that of the bias (out,).
     """
-
-    def __init__(self, whole: nn.Linear, shard: Shard) -> None:
-        outputs, inputs = shard.shape
-        super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         return mark(own_product(self, input, self.bias), divided=True)
@@ -77,8 +80,7 @@ class RowParallelLinear(PostponableLinear, SummedLinear):
     """
 
     def __init__(self, whole: nn.Linear, shard: Shard, leave: Move, label: str = "a row linear layer") -> None:
-        outputs, inputs = shard.shape
-        super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
+        super().__init__(whole, shard)
         self.whole, self.leave, self.label = whole.in_features, leave, label
 
     def forward(self, input: Tensor) -> Tensor:

@@ -59,8 +59,7 @@ class PartialRowLinear(PostponableLinear):
     """
 
     def __init__(self, whole: nn.Linear, shard: Shard, *, has_bias: bool) -> None:
-        outputs, inputs = shard.shape
-        super().__init__(inputs, outputs, whole.bias is not None, dtype=whole.weight.dtype)
+        super().__init__(whole, shard)
         self.has_bias = has_bias
 
     def forward(self, input: Tensor) -> Tensor:

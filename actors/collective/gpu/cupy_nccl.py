@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from raypar.actors.collective.gpu.group import GpuGroup
 from raypar.actors.collective.gpu.watcher import IssuedOp
+from raypar.actors.collective.group import Finish
 from raypar.actors.collective.reductions import ReduceOp
+from raypar.actors.tensors import nbytes
 
 # Names in cupy.cuda.nccl. Only reductions need dtypes: everything else moves as bytes.
 _OPS: dict[ReduceOp, str] = {"sum": "NCCL_SUM", "product": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}
@@ -49,11 +51,11 @@ class CupyGroup(GpuGroup):
         uid = bytes.fromhex(self._store.get(key).decode())
         return _Lane(self._nccl, self._nccl.NcclCommunicator(size, uid, rank), self.device)
 
-    def _put(self, edge: _Lane, flat: Tensor) -> IssuedOp:
-        return edge.issue(lambda comm, stream: self._send_part(comm, _bytes(flat), 1, stream))
+    def _put(self, edge: _Lane, tensor: Tensor) -> IssuedOp:
+        return self._exchange(edge, {1: tensor}, {})
 
-    def _take(self, edge: _Lane, flat: Tensor) -> IssuedOp:
-        return edge.issue(lambda comm, stream: self._recv_part(comm, _bytes(flat), 0, stream))
+    def _take(self, edge: _Lane, tensor: Tensor) -> IssuedOp:
+        return self._exchange(edge, {}, {0: tensor})
 
     def _demand_reducible(self, tensor: Tensor, name: str) -> None:
         if tensor.dtype not in _DTYPES:
@@ -61,71 +63,58 @@ class CupyGroup(GpuGroup):
                 f"group {self.name}: {name}: NCCL can't reduce {tensor.dtype}: use {', '.join(map(str, _DTYPES))}"
             )
 
-    def _start_all_reduce(self, flat: Tensor, op: ReduceOp) -> IssuedOp:
-        data = flat.data_ptr(), flat.data_ptr(), flat.numel(), *self._reduction(flat, op)
-        return self._lane.issue(lambda comm, stream: comm.allReduce(*data, stream))
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        return self._collective("allReduce", tensor, tensor, tensor.numel(), *self._reduction(tensor, op))
 
-    def _start_all_gather(self, flat: Tensor, part: Tensor) -> IssuedOp:
-        data = part.data_ptr(), flat.data_ptr(), _bytes(part).numel(), self._uint8
-        return self._lane.issue(lambda comm, stream: comm.allGather(*data, stream))
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        return self._collective("allGather", tensor, out, nbytes(tensor), self._nccl.NCCL_UINT8)
 
-    def _start_reduce_scatter(self, flat: Tensor, source: Tensor, op: ReduceOp) -> IssuedOp:
-        data = source.data_ptr(), flat.data_ptr(), flat.numel(), *self._reduction(flat, op)
-        return self._lane.issue(lambda comm, stream: comm.reduceScatter(*data, stream))
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        return self._collective("reduceScatter", tensor, out, out.numel(), *self._reduction(tensor, op))
 
-    def _start_all_to_all(self, rows: Tensor, source: Tensor, outs: list[int], ins: list[int]) -> IssuedOp:
-        return self._exchange(dict(enumerate(source.split(ins))), dict(enumerate(rows.split(outs))))
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        give, take = dict(enumerate(tensor.split(ins))), dict(enumerate(out.split(outs)))
+        return self._issued(self._exchange(self._all, give, take))
 
-    def _start_broadcast(self, flat: Tensor, root: int) -> IssuedOp:
-        data = flat.data_ptr(), flat.data_ptr(), _bytes(flat).numel(), self._uint8
-        return self._lane.issue(lambda comm, stream: comm.broadcast(*data, root, stream))
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        return self._collective("broadcast", tensor, tensor, nbytes(tensor), self._nccl.NCCL_UINT8, root)
 
-    def _start_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> IssuedOp:
-        data = flat.data_ptr(), flat.data_ptr(), flat.numel(), *self._reduction(flat, op)
-        return self._lane.issue(lambda comm, stream: comm.reduce(*data, root, stream))
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        return self._collective("reduce", tensor, tensor, tensor.numel(), *self._reduction(tensor, op), root)
 
-    def _start_gather(self, pieces: Sequence[Tensor], part: Tensor, root: int) -> IssuedOp:
-        return self._exchange({root: part}, dict(enumerate(pieces)))
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        return self._issued(self._exchange(self._all, {root: tensor}, self._by_rank(out)))
 
-    def _start_scatter(self, flat: Tensor, pieces: Sequence[Tensor], root: int) -> IssuedOp:
-        return self._exchange(dict(enumerate(pieces)), {root: flat})
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        return self._issued(self._exchange(self._all, self._by_rank(tensor), {root: out}))
 
     # --- NCCL's calls ---
 
-    def _exchange(self, give: dict[int, Tensor], take: dict[int, Tensor]) -> IssuedOp:
+    def _collective(self, name: str, source: Tensor, target: Tensor, *settings: int) -> Finish:
+        """Issue a collective with two buffers; ``settings`` are the count, the dtype and what else the call takes."""
+        data = source.data_ptr(), target.data_ptr(), *settings
+        return self._issued(self._all.issue(lambda comm, stream: getattr(comm, name)(*data, stream)))
+
+    def _exchange(self, lane: _Lane, give: Mapping[int, Tensor], take: Mapping[int, Tensor]) -> IssuedOp:
         """Send to some ranks and receive from some, possibly including this one, as one op.
 
         Args:
+            lane: The lane.
             give: The contiguous tensor for each receiver, by rank.
             take: Where to store what each sender sends, by rank.
         """
 
         def call(comm: Any, stream: int) -> None:
-            for peer, part in give.items():
-                self._send_part(comm, _bytes(part), peer, stream)
-            for peer, part in take.items():
-                self._recv_part(comm, _bytes(part), peer, stream)
+            for move, parts in ((comm.send, give), (comm.recv, take)):
+                for peer, part in parts.items():
+                    if part.numel():
+                        move(part.data_ptr(), nbytes(part), self._nccl.NCCL_UINT8, peer, stream)
 
-        return self._lane.issue(call)
+        return lane.issue(call)
 
-    def _send_part(self, comm: Any, data: Tensor, peer: int, stream: int) -> None:
-        if data.numel():
-            comm.send(data.data_ptr(), data.numel(), self._uint8, peer, stream)
-
-    def _recv_part(self, comm: Any, data: Tensor, peer: int, stream: int) -> None:
-        if data.numel():
-            comm.recv(data.data_ptr(), data.numel(), self._uint8, peer, stream)
-
-    @property
-    def _lane(self) -> _Lane:
-        """The lane of the collectives."""
-        lane: _Lane = self._all
-        return lane
-
-    @property
-    def _uint8(self) -> int:
-        number: int = self._nccl.NCCL_UINT8
-        return number
+    def _by_rank(self, tensor: Tensor | None) -> dict[int, Tensor]:
+        """Return the members' equal parts of the root's tensor; none on the others."""
+        return {} if tensor is None else dict(enumerate(tensor.view(-1).chunk(self.size)))
 
     def _reduction(self, tensor: Tensor, op: ReduceOp) -> tuple[int, int]:
         """Return NCCL's constants for the dtype of a tensor and for a reduction."""
@@ -200,8 +189,3 @@ def has_cupy_nccl() -> bool:
 def _nccl() -> Any:
     """Import cupy's NCCL module, only when needed: cupy is an optional dependency."""
     return importlib.import_module("cupy.cuda.nccl")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as bytes (n,)."""
-    return tensor.view(-1).view(torch.uint8)

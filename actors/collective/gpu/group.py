@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -28,10 +28,9 @@ from torch.distributed import PrefixStore, Store
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.exchange import gather_objects
 from raypar.actors.collective.gpu.watcher import Issued, IssuedOp, Watcher, block_until_over
-from raypar.actors.collective.group import Edge, Finish, Group, GroupMember, Handle
-from raypar.actors.collective.reductions import ReduceOp
+from raypar.actors.collective.group import Edge, Finish, Group, GroupMember, Handle, Start
 from raypar.actors.errors import first_line
-from raypar.actors.tensors import row_size, staged
+from raypar.actors.tensors import row_size
 
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")
 
@@ -132,82 +131,37 @@ class GpuGroup(Group):
             self._reason = f"an earlier op failed ({op}{whom}: {reason})"
         return super().fault(op, peer, reason)
 
-    def _run(self, op: str, peer: int | None, sent: int, start: Callable[..., Finish], *args: object) -> Handle:
+    def _run(self, op: str, peer: int | None, sent: int, out: Tensor | None, start: Start, *args: object) -> Handle:
         demand_device(self.name, op, self.device, args)
 
-        tensors = [one for one in args if isinstance(one, Tensor)]
-        has_elements = not tensors or op == "all_to_all" or any(one.numel() for one in tensors)
-
         def begin(*args: object) -> Finish:
+            tensors = [one for one in args if isinstance(one, Tensor)]
+            sizes = [row_size(one) if op == "all_to_all" else one.numel() for one in tensors]
             if op in _REDUCING:
                 self._demand_reducible(tensors[0], op)
             with self._on_device():
-                issued = start(*args) if has_elements else self._nothing()
+                issued = start(*args) if any(sizes) or not tensors else self._nothing()
             if isinstance(issued, Issued):
                 issued.op, issued.peer = op, peer
+                issued.keep += tensors
                 self._watcher.add(issued)
             return issued
 
-        return super()._run(op, peer, sent, begin, *args)
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
-        flat, back = staged(tensor)
-        return self._issued(self._start_all_reduce(flat, op), back, flat)
-
-    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        flat, back = staged(out)
-        part = tensor.contiguous()
-        return self._issued(self._start_all_gather(flat.view(-1), part.view(-1)), back, flat, part)
-
-    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        flat, back = staged(out)
-        source = tensor.contiguous()
-        return self._issued(self._start_reduce_scatter(flat.view(-1), source.view(-1), op), back, flat, source)
-
-    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        if not row_size(tensor):
-            return self._nothing()
-        rows, back = staged(out)
-        source = tensor.contiguous()
-        return self._issued(self._start_all_to_all(rows, source, outs, ins), back, rows, source)
-
-    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        flat, back = staged(tensor)
-        return self._issued(self._start_broadcast(flat, root), back, flat)
-
-    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        flat, back = staged(tensor)
-        return self._issued(self._start_reduce(flat, root, op), back if self.rank == root else None, flat)
-
-    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
-        part = tensor.contiguous().view(-1)
-        if out is None or self.rank != root:
-            return self._issued(self._start_gather([], part, root), None, part)
-        flat, back = staged(out)
-        return self._issued(self._start_gather(flat.view(-1).chunk(self.size), part, root), back, flat, part)
-
-    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        flat, back = staged(out)
-        if tensor is None or self.rank != root:
-            return self._issued(self._start_scatter(flat.view(-1), [], root), back, flat)
-        source = tensor.contiguous()
-        pieces = source.view(-1).chunk(self.size)
-        return self._issued(self._start_scatter(flat.view(-1), pieces, root), back, flat, source)
+        return super()._run(op, peer, sent, out, begin, *args)
 
     def _barrier(self) -> Finish:
         token = torch.zeros(1, device=self.device)
         issued = self._all_reduce(token, "sum")
         assert isinstance(issued, Issued)
         issued.blocks = True
+        issued.keep.append(token)
         return issued
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
-        source = tensor.contiguous()
-        return self._issued(self._put(self._edge(self.rank, dst), source), None, source)
+        return self._issued(self._put(self._edge(self.rank, dst), tensor))
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        flat, back = staged(tensor)
-        return self._issued(self._take(self._edge(src, self.rank), flat), back, flat)
+        return self._issued(self._take(self._edge(src, self.rank), tensor))
 
     # --- for backends ---
 
@@ -224,37 +178,20 @@ class GpuGroup(Group):
         """
 
     @abstractmethod
-    def _put(self, edge: Any, flat: Tensor) -> IssuedOp:
+    def _put(self, edge: Any, tensor: Tensor) -> IssuedOp:
         """Start to send a contiguous tensor over an edge, from the communicator's rank 0 to its rank 1."""
 
     @abstractmethod
-    def _take(self, edge: Any, flat: Tensor) -> IssuedOp:
+    def _take(self, edge: Any, tensor: Tensor) -> IssuedOp:
         """Start to receive a contiguous tensor over an edge."""
 
-    # The collectives, each with contiguous tensors that have elements; see ``Group`` for what they do.
+    # The collectives get tensors that have elements, and return what ``_issued`` does.
 
     def _demand_reducible(self, tensor: Tensor, name: str) -> None:
         """Raise ValueError if the backend can't reduce tensors of this dtype, in the op of this name."""
 
-    @abstractmethod
-    def _start_all_reduce(self, flat: Tensor, op: ReduceOp) -> IssuedOp: ...
-    @abstractmethod
-    def _start_all_gather(self, flat: Tensor, part: Tensor) -> IssuedOp: ...
-    @abstractmethod
-    def _start_reduce_scatter(self, flat: Tensor, source: Tensor, op: ReduceOp) -> IssuedOp: ...
-    @abstractmethod
-    def _start_all_to_all(self, rows: Tensor, source: Tensor, outs: list[int], ins: list[int]) -> IssuedOp: ...
-    @abstractmethod
-    def _start_broadcast(self, flat: Tensor, root: int) -> IssuedOp: ...
-    @abstractmethod
-    def _start_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> IssuedOp: ...
-    @abstractmethod
-    def _start_gather(self, pieces: Sequence[Tensor], part: Tensor, root: int) -> IssuedOp: ...
-    @abstractmethod
-    def _start_scatter(self, flat: Tensor, pieces: Sequence[Tensor], root: int) -> IssuedOp: ...
-
-    def _issued(self, transfer: IssuedOp, then: Callable[[], object] | None, *keep: object) -> Issued:
-        return Issued(transfer, then, list(keep), self._on_device, self._demand_open)
+    def _issued(self, transfer: IssuedOp) -> Issued:
+        return Issued(transfer, self._on_device, self._demand_open)
 
     def _nothing(self) -> Finish:
         """Return the Finish of an op that has no elements to move on any member."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch.distributed import PrefixStore
 
 from raypar.actors.autograd.torch_private import all_gather_flat, reduce_scatter_flat, set_timeout
 from raypar.actors.collective.gpu.group import GpuGroup
-from raypar.actors.collective.gpu.watcher import IssuedOp
+from raypar.actors.collective.gpu.watcher import Issued, IssuedOp
+from raypar.actors.collective.group import Finish
 from raypar.actors.collective.reductions import ReduceOp
-from raypar.actors.collective.torch_options import options_of
+from raypar.actors.collective.torch_options import member_parts, options_of
 
 _NEVER = timedelta(days=1)  # torch's own timeout of an op; our deadlines are kept by the watcher
 # Multiprocessors (of 132 on an H100) that a waiting receive may occupy: it must leave the others to compute.
@@ -46,40 +46,41 @@ class NcclGroup(GpuGroup):
         group.eager_connect_single_device(self.device)  # else send and recv would create communicators of their own
         return group
 
-    def _put(self, edge: Any, flat: Tensor) -> IssuedOp:
-        return _Work(edge.send([flat], 1, 0))
+    def _put(self, edge: Any, tensor: Tensor) -> IssuedOp:
+        return _Work(edge.send([tensor], 1, 0))
 
-    def _take(self, edge: Any, flat: Tensor) -> IssuedOp:
-        return _Work(edge.recv([flat], 0, 0))
+    def _take(self, edge: Any, tensor: Tensor) -> IssuedOp:
+        return _Work(edge.recv([tensor], 0, 0))
 
-    def _start_all_reduce(self, flat: Tensor, op: ReduceOp) -> IssuedOp:
-        return _Work(self._all.allreduce([flat], options_of("Allreduce", op=op)))
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
+        return self._waiter(self._all.allreduce([tensor], options_of("Allreduce", op=op)))
 
-    def _start_all_gather(self, flat: Tensor, part: Tensor) -> IssuedOp:
-        return _Work(all_gather_flat(self._all, flat, part))
+    def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
+        return self._waiter(all_gather_flat(self._all, out.view(-1), tensor.view(-1)))
 
-    def _start_reduce_scatter(self, flat: Tensor, source: Tensor, op: ReduceOp) -> IssuedOp:
-        return _Work(reduce_scatter_flat(self._all, flat, source, options_of("ReduceScatter", op=op)))
+    def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
+        options = options_of("ReduceScatter", op=op)
+        return self._waiter(reduce_scatter_flat(self._all, out.view(-1), tensor.view(-1), options))
 
-    def _start_all_to_all(self, rows: Tensor, source: Tensor, outs: list[int], ins: list[int]) -> IssuedOp:
-        return _Work(self._all.alltoall_base(rows, source, outs, ins))
+    def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
+        return self._waiter(self._all.alltoall_base(out, tensor, outs, ins))
 
-    def _start_broadcast(self, flat: Tensor, root: int) -> IssuedOp:
-        return _Work(self._all.broadcast([flat], options_of("Broadcast", root=root)))
+    def _broadcast(self, tensor: Tensor, root: int) -> Finish:
+        return self._waiter(self._all.broadcast([tensor], options_of("Broadcast", root=root)))
 
-    def _start_reduce(self, flat: Tensor, root: int, op: ReduceOp) -> IssuedOp:
-        return _Work(self._all.reduce([flat], options_of("Reduce", root=root, op=op)))
+    def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
+        return self._waiter(self._all.reduce([tensor], options_of("Reduce", root=root, op=op)))
 
-    def _start_gather(self, pieces: Sequence[Tensor], part: Tensor, root: int) -> IssuedOp:
-        return _Work(self._all.gather(_of_root(pieces), [part], options_of("Gather", root=root)))
+    def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
+        options = options_of("Gather", root=root)
+        return self._waiter(self._all.gather(member_parts(out, self.size), [tensor.view(-1)], options))
 
-    def _start_scatter(self, flat: Tensor, pieces: Sequence[Tensor], root: int) -> IssuedOp:
-        return _Work(self._all.scatter([flat], _of_root(pieces), options_of("Scatter", root=root)))
+    def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
+        options = options_of("Scatter", root=root)
+        return self._waiter(self._all.scatter([out.view(-1)], member_parts(tensor, self.size), options))
 
-
-def _of_root(pieces: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return the pieces by device of the process, as torch takes them: none where this member is not the root."""
-    return [[*pieces]] if pieces else []
+    def _waiter(self, work: Any) -> Issued:
+        return self._issued(_Work(work))
 
 
 class _Work:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from raypar.actors.collective.gpu.group import demand_device
-from raypar.actors.collective.group import Finish, Group, GroupMember, Handle
+from raypar.actors.collective.group import Finish, Group, GroupMember, Handle, Start
 from raypar.actors.collective.reductions import ReduceOp
 
 log = logging.getLogger(__name__)
+_IN_PLACE = ("all_reduce", "reduce")  # ops that read the tensor of their result
 
 
 class StagedGroup(Group):
@@ -40,58 +40,49 @@ class StagedGroup(Group):
         self._closed = True
         self._inner.abort()
 
-    def _run(self, op: str, peer: int | None, sent: int, start: Callable[..., Finish], *args: object) -> Handle:
+    def _run(self, op: str, peer: int | None, sent: int, out: Tensor | None, start: Start, *args: object) -> Handle:
         demand_device(self.name, op, self.device, args)
-        return super()._run(op, peer, sent, start, *args)
+        return super()._run(op, peer, sent, out, start, *args)
+
+    def _staged(self, op: str, tensor: Tensor, out: Tensor | None) -> Tensor:
+        """Return the host's tensor for one of an op, a copy of it unless the op only writes into it."""
+        return self._read(tensor) if tensor is not out or op in _IN_PLACE else self._host_like(tensor)
 
     def _all_reduce_bytes(self, tensor: Tensor) -> int:
         return self._inner._all_reduce_bytes(tensor)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
-        host = self._read(tensor)
-        return _then(self._inner._all_reduce(host, op), tensor, host)
+        return self._inner._all_reduce(tensor, op)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        return self._into(out, lambda host: self._inner._all_gather(host, self._read(tensor)))
+        return self._inner._all_gather(out, tensor)
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        return self._into(out, lambda host: self._inner._reduce_scatter(host, self._read(tensor), op))
+        return self._inner._reduce_scatter(out, tensor, op)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        return self._into(out, lambda host: self._inner._all_to_all(host, self._read(tensor), outs, ins))
+        return self._inner._all_to_all(out, tensor, outs, ins)
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        if self.rank == root:
-            return self._inner._broadcast(self._read(tensor), root)
-        return self._into(tensor, lambda host: self._inner._broadcast(host, root))
+        return self._inner._broadcast(tensor, root)
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        host = self._read(tensor)
-        finish = self._inner._reduce(host, root, op)
-        return _then(finish, tensor, host) if self.rank == root else finish
+        return self._inner._reduce(tensor, root, op)
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
-        if out is None or self.rank != root:
-            return self._inner._gather(None, self._read(tensor), root)
-        return self._into(out, lambda host: self._inner._gather(host, self._read(tensor), root))
+        return self._inner._gather(out, tensor, root)
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        source = None if tensor is None or self.rank != root else self._read(tensor)
-        return self._into(out, lambda host: self._inner._scatter(host, source, root))
+        return self._inner._scatter(out, tensor, root)
 
     def _barrier(self) -> Finish:
         return self._inner._barrier()
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
-        return self._inner._send(self._read(tensor), dst, tag)
+        return self._inner._send(tensor, dst, tag)
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        return self._into(tensor, lambda host: self._inner._recv(host, src, tag))
-
-    def _into(self, out: Tensor, start: Callable[[Tensor], Finish]) -> Finish:
-        """Start an op into a host tensor, and return a Finish that then copies that to ``out``."""
-        host = self._host_like(out)
-        return _then(start(host), out, host)
+        return self._inner._recv(tensor, src, tag)
 
     def _host_like(self, tensor: Tensor) -> Tensor:
         """Allocate a contiguous host tensor of this shape and dtype.
@@ -116,16 +107,3 @@ def _warn() -> None:
         "actors share a GPU, or have no NCCL: their tensors go through the host, which is slow; "
         "give every actor a GPU of its own"
     )
-
-
-def _then(finish: Finish, target: Tensor, host: Tensor) -> Finish:
-    """Return a Finish that calls ``finish`` and then copies ``host`` to ``target``.
-
-    Torch keeps ``host`` alive for the copy.
-    """
-
-    def copy(timeout: float) -> None:
-        finish(timeout)
-        target.copy_(host, non_blocking=True)
-
-    return copy

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from raypar.actors.errors import first_line
@@ -30,14 +30,13 @@ class IssuedOp(Protocol):
 class Issued:
     """A transfer in progress.
 
-    Called as a Finish, it makes the current stream wait for the transfer and then calls ``then``.
+    Called as a Finish, it makes the current stream wait for the transfer.
 
     Attributes:
         transfer: The transfer.
-        then: Called after the wait, for example to copy the result back; may be None.
-        keep: Objects kept alive until the current stream waits or the transfer is complete.
         on_device: Returns the context in which to use the GPU.
         demand_open: Raises RuntimeError if the group is closed, as the transfer may then have ended halfway.
+        keep: Objects kept alive until the current stream waits or the transfer is complete.
         blocks: Whether a wait blocks the host until the transfer is complete.
         op: Name of the op, for messages.
         peer: Rank of the other side, for messages; None for all members.
@@ -47,10 +46,9 @@ class Issued:
     """
 
     transfer: IssuedOp
-    then: Callable[[], object] | None
-    keep: list[object]
     on_device: Callable[[], AbstractContextManager[object]]
     demand_open: Callable[[], None]
+    keep: list[object] = field(default_factory=list)
     blocks: bool = False
     op: str = ""
     peer: int | None = None
@@ -73,8 +71,6 @@ class Issued:
             else:
                 self.seconds, self.deadline = timeout, deadline
             self.transfer.join()
-            if self.then is not None:
-                self.then()
         self.keep.clear()
 
 

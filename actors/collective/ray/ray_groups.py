@@ -41,12 +41,6 @@ _LATER = 32  # later pauses are this fraction of the time waited so far
 _MEMBERS = (
     20  # with more, each pauses longer, so that together they make no more requests: of 1,024 each makes one a second
 )
-_OPS: dict[types.ReduceOp, ReduceOp] = {
-    types.ReduceOp.SUM: "sum",
-    types.ReduceOp.PRODUCT: "product",
-    types.ReduceOp.MIN: "min",
-    types.ReduceOp.MAX: "max",
-}
 
 
 def join(
@@ -298,7 +292,8 @@ class RayparGpu(_Translated):
 
 
 def _op(options: Any) -> ReduceOp:
-    return "sum" if options is None else _OPS[options.reduceOp]
+    op: ReduceOp = "sum" if options is None else options.reduceOp.name.lower()
+    return op
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:

@@ -20,11 +20,10 @@ from raypar.actors.collective.shm.links import INLINE, PeerConnection
 from raypar.actors.collective.shm.mailbox import SHARED, Mailbox, Parts
 from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
 from raypar.actors.collective.shm.slabs import SLAB
-from raypar.actors.tensors import nbytes, row_size, staged
+from raypar.actors.tensors import nbytes, row_size
 
 Fold = Callable[[slice, Parts], object]  # uses a range of elements and the peers' segments of it
 WHOLE = slice(None)  # a tensor in one segment, which need not be sliced: that takes 3 us
-Back = Callable[[], object] | None
 
 
 class ShmGroup(Group):
@@ -69,96 +68,76 @@ class ShmGroup(Group):
         return nbytes(tensor) <= INLINE or pair
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> Finish:
-        whole, back = staged(tensor)
-        flat = whole.view(-1)
+        flat = tensor.view(-1)
         if not self._is_direct(tensor):
             channels = self._channel(), self._channel()
-            return self._start(by_shares(self._box, self.rank, self.size, flat, op, channels), back)
-
-        def fold(segment: slice, parts: Parts) -> None:
-            own = _at(flat, segment)
-            reduce_parts(own, own, parts, self.rank, op)
-
-        give = [(flat, self._others)]
-        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back, shares=False)
+            return self._start(by_shares(self._box, self.rank, self.size, flat, op, channels))
+        take = self._from_all(flat.numel())
+        return self._exchange([(flat, self._others)], take, flat.dtype, self._fold(flat, flat, op), shares=False)
 
     def _all_gather(self, out: Tensor, tensor: Tensor) -> Finish:
-        whole, back = staged(out)
-        rows, part = whole.view(self.size, tensor.numel()), tensor.contiguous().view(-1)
+        rows, part = out.view(self.size, tensor.numel()), tensor.view(-1)
         rows[self.rank].copy_(part)
-        return self._exchange([(part, self._others)], self._from_all(part.numel()), part.dtype, _fill(rows), back)
+        return self._exchange([(part, self._others)], self._from_all(part.numel()), part.dtype, _fill(rows))
 
     def _all_gather_parts(self, out: Tensor, tensor: Tensor, counts: Sequence[int]) -> Finish:
         parts = out.split(list(counts))
         parts[self.rank].copy_(tensor)
         take = {peer: counts[peer] for peer in self._others}
-        return self._exchange([(tensor, self._others)], take, tensor.dtype, _fill(parts), None)
+        return self._exchange([(tensor, self._others)], take, tensor.dtype, _fill(parts))
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
-        whole, back = staged(out)
-        flat, rows = whole.view(-1), tensor.contiguous().view(self.size, out.numel())
-
-        def fold(segment: slice, parts: Parts) -> None:
-            reduce_parts(_at(flat, segment), _at(rows[self.rank], segment), parts, self.rank, op)
-
+        flat, rows = out.view(-1), tensor.view(self.size, out.numel())
         if self.size == 1:
             flat.copy_(rows[0])
         give = [(rows[peer], [peer]) for peer in self._others]
-        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold, back)
+        fold = self._fold(flat, rows[self.rank], op)
+        return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
-        whole, back = staged(out)
         row = row_size(out)
-        targets = whole.view(-1).split([count * row for count in outs])
-        sources = tensor.contiguous().view(-1).split([count * row for count in ins])
+        targets = out.view(-1).split([count * row for count in outs])
+        sources = tensor.view(-1).split([count * row for count in ins])
         targets[self.rank].copy_(sources[self.rank])
         give = [(sources[peer], [peer]) for peer in self._others]
         take = {peer: targets[peer].numel() for peer in self._others}
-        return self._exchange(give, take, whole.dtype, _fill(targets), back)
+        return self._exchange(give, take, out.dtype, _fill(targets))
 
     def _broadcast(self, tensor: Tensor, root: int) -> Finish:
-        whole, back = staged(tensor)
-        flat = whole.view(-1)
+        flat = tensor.view(-1)
         if self.rank == root:
-            return self._exchange([(flat, self._others)], {}, flat.dtype, nothing, None, self._box.block(flat))
-        return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back, self._box.block(flat))
+            return self._exchange([(flat, self._others)], {}, flat.dtype, nothing, self._box.block(flat))
+        return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), self._box.block(flat))
 
     def _reduce(self, tensor: Tensor, root: int, op: ReduceOp) -> Finish:
-        whole, back = staged(tensor)
-        flat = whole.view(-1)
-
-        def fold(segment: slice, parts: Parts) -> None:
-            own = _at(flat, segment)
-            reduce_parts(own, own, parts, self.rank, op)
-
+        flat = tensor.view(-1)
         if self.rank != root:
-            return self._exchange([(flat, [root])], {}, flat.dtype, nothing, None, self._box.block(flat))
-        return self._exchange([], self._from_all(flat.numel()), flat.dtype, fold, back, self._box.block(flat))
+            return self._exchange([(flat, [root])], {}, flat.dtype, nothing, self._box.block(flat))
+        take, fold = self._from_all(flat.numel()), self._fold(flat, flat, op)
+        return self._exchange([], take, flat.dtype, fold, self._box.block(flat))
 
     def _gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Finish:
-        part = tensor.contiguous().view(-1)
-        if out is None or self.rank != root:
-            return self._exchange([(part, [root])], {}, part.dtype, nothing, None)
-        whole, back = staged(out)
-        rows = whole.view(self.size, part.numel())
+        part = tensor.view(-1)
+        if out is None:
+            return self._exchange([(part, [root])], {}, part.dtype, nothing)
+        rows = out.view(self.size, part.numel())
         rows[root].copy_(part)
-        return self._exchange([], self._from_all(part.numel()), part.dtype, _fill(rows), back)
+        return self._exchange([], self._from_all(part.numel()), part.dtype, _fill(rows))
 
     def _scatter(self, out: Tensor, tensor: Tensor | None, root: int) -> Finish:
-        whole, back = staged(out)
-        flat = whole.view(-1)
-        if tensor is None or self.rank != root:
-            return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}), back)
-        rows = tensor.contiguous().view(self.size, flat.numel())
+        flat = out.view(-1)
+        if tensor is None:
+            return self._exchange([], {root: flat.numel()}, flat.dtype, _fill({root: flat}))
+        rows = tensor.view(self.size, flat.numel())
         flat.copy_(rows[root])
-        return self._exchange([(rows[peer], [peer]) for peer in self._others], {}, flat.dtype, nothing, back)
+        return self._exchange([(rows[peer], [peer]) for peer in self._others], {}, flat.dtype, nothing)
 
     def _barrier(self) -> Finish:
         token = torch.zeros(1)
-        return self._exchange([(token, self._others)], self._from_all(1), token.dtype, nothing, None)
+        return self._exchange([(token, self._others)], self._from_all(1), token.dtype, nothing)
 
     def _send(self, tensor: Tensor, dst: int, tag: int) -> Finish:
-        flat = tensor.detach().contiguous().view(-1)
+        flat = tensor.detach().view(-1)
         segment = SLAB // flat.element_size()
         with self._box.lock:  # keeps the segments of concurrent sends with this tag apart
             for start in range(0, flat.numel(), segment):
@@ -167,11 +146,10 @@ class ShmGroup(Group):
         def sent(k: int) -> bool:
             return self._box.sent((dst,)) and self._box.given(flat)
 
-        return nothing if sent(0) else self._start(Segments(1, [FlowStep(sent, nothing)], peers=[dst]), None)
+        return nothing if sent(0) else self._start(Segments(1, [FlowStep(sent, nothing)], peers=[dst]))
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
-        whole, back = staged(tensor)
-        flat, totals = whole.view(-1), {src: nbytes(whole)}
+        flat, totals = tensor.view(-1), {src: nbytes(tensor)}
         fill, queue, segment = _fill({src: flat}), (src, tag), SLAB // flat.element_size()
 
         def use(k: int) -> None:
@@ -185,7 +163,7 @@ class ShmGroup(Group):
             step = FlowStep(lambda _: self._box.have(tag, totals), use)
             flow = Segments(-(-flat.numel() // segment), [step], peers=(src,), queue=queue)
         self._box.await_segments(flow)
-        return self._finish(flow, back)
+        return partial(self._box.wait, flow)
 
     # --- internal ---
 
@@ -195,7 +173,6 @@ class ShmGroup(Group):
         take: Mapping[int, int],
         dtype: torch.dtype,
         fold: Fold,
-        back: Back,
         block: int = SLAB,
         shares: bool = True,
     ) -> Finish:
@@ -206,7 +183,6 @@ class ShmGroup(Group):
             take: Number of elements to receive, by the sender's rank.
             dtype: dtype of all tensors.
             fold: Called with each range of elements and the peers' segments of it.
-            back: Called at the end, for example to copy the result back; may be None.
             block: Bytes of a segment.
             shares: Whether peers may read windows in place; not if ``fold`` writes to them.
 
@@ -222,7 +198,7 @@ class ShmGroup(Group):
         if longest <= segment:
             some = give if all(counts) else [(flat, peers) for flat, peers in give if flat.numel()]
             swap = Swap(self._box, channel, some, totals, dtype, partial(fold, WHOLE), peers=involved, shares=shares)
-            return self._start(swap, back)
+            return self._start(swap)
         copies = not (shares and all(self._box.is_window(flat) for flat, _ in give))
 
         def sources(k: int) -> dict[int, int]:
@@ -246,19 +222,19 @@ class ShmGroup(Group):
             FlowStep(lambda k: self._box.have(channel, sources(k)), use),
             FlowStep(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
         ]
-        return self._start(Segments(-(-longest // segment), steps, peers=involved, copies=copies), back)
+        return self._start(Segments(-(-longest // segment), steps, peers=involved, copies=copies))
 
-    def _start(self, flow: OpInProgress, back: Back) -> Finish:
+    def _start(self, flow: OpInProgress) -> Finish:
         self._box.start(flow)
-        return self._finish(flow, back)
+        return partial(self._box.wait, flow)
 
-    def _finish(self, flow: OpInProgress, back: Back) -> Finish:
-        def finish(timeout: float) -> None:
-            self._box.wait(flow, timeout)
-            if back is not None:
-                back()
+    def _fold(self, out: Tensor, own: Tensor, op: ReduceOp) -> Fold:
+        """Return the fold that reduces this member's own tensor and the peers' segments into ``out``."""
 
-        return finish
+        def fold(segment: slice, parts: Parts) -> None:
+            reduce_parts(_at(out, segment), _at(own, segment), parts, self.rank, op)
+
+        return fold
 
     def _channel(self) -> int:
         """Return a new channel for a collective, the same on every member.

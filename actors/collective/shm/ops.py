@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
+from raypar.actors.collective.reductions import REDUCTIONS, ReduceOp, reduce_in_order
 from raypar.actors.collective.shm.flow import FlowStep, OpInProgress, Segments, always, nothing
 from raypar.actors.collective.shm.mailbox import Mailbox, Parts, Use
 from raypar.actors.tensors import nbytes
@@ -67,14 +67,6 @@ class Swap(OpInProgress):
         return moved
 
 
-_PAIRS: dict[ReduceOp, Callable[..., object]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-}
-
-
 def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, channels: tuple[int, int]) -> Segments:
     """Create the flow of an all_reduce in which each member reduces its share and gives the result to all.
 
@@ -130,6 +122,6 @@ def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp
     """Reduce this member's ``own`` tensor and the others' ``parts`` into ``out``, in rank order."""
     everyone = [own if member == rank else parts[member] for member in range(len(parts) + 1)]
     if len(everyone) == 2:
-        _PAIRS[op](*everyone, out=out)
+        REDUCTIONS[op](*everyone, out=out)
     else:
         reduce_in_order(everyone, op, out)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.collective.autograd import all_gathered, reduce_from
 from raypar.actors.collective.group import Group, Groups
 from raypar.actors.layers.attention.attention import Attention
@@ -63,8 +64,7 @@ def normalised(x: Tensor, whole: int, eps: float, group: Group, *, centred: bool
         group: The members that hold the parts of a vector.
         centred: Whether to subtract the mean first, as LayerNorm does.
     """
-    out: Tensor = _Normalised.apply(x, whole, eps, group, centred)  # type: ignore[no-untyped-call]
-    return out
+    return apply_function(_Normalised, x, whole, eps, group, centred)
 
 
 class _Normalised(torch.autograd.Function):

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.collective.autograd import all_gather, all_gathered, reduce_scatter, reduce_scattered
 from raypar.actors.collective.group import Group
 from raypar.actors.layers.linear import Postponer, Use
@@ -33,8 +34,7 @@ class CubeLinear(PostponableLinear):
     """
 
     def __init__(self, whole: nn.Linear, shard: Shard, bias: Shard | None, *, inputs: Group, weights: Group) -> None:
-        outputs, held = shard.shape
-        super().__init__(held, outputs, bias=False, dtype=whole.weight.dtype)
+        super().__init__(whole, shard, bias=False)
         if bias is not None:
             self.bias = nn.Parameter(torch.empty(bias.shape, dtype=whole.bias.dtype))
         self.inputs, self.weights = inputs, weights
@@ -42,7 +42,7 @@ class CubeLinear(PostponableLinear):
     def forward(self, x: Tensor) -> Tensor:
         later = self.later(x)
         seen = self.weight if later is None else later.anchor
-        made: Tensor = _Product.apply(x, seen, self, later)  # type: ignore[no-untyped-call]
+        made = apply_function(_Product, x, seen, self, later)
         out = reduce_scatter(made, self.inputs, 0)
         return out if self.bias is None else out + self.bias
 

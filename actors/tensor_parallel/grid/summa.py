@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.collective.autograd import reduce_scatter
-from raypar.actors.collective.group import Group, Groups
+from raypar.actors.collective.group import Group
 from raypar.actors.layers.linear import Postponer, Use
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle
 from raypar.actors.sharding import Pieces, Shard
@@ -38,8 +39,7 @@ class SummaLinear(PostponableLinear):
     """
 
     def __init__(self, whole: nn.Linear, shard: Shard, row: Group, col: Group) -> None:
-        outputs, inputs = shard.shape
-        super().__init__(inputs, outputs, bias=False, dtype=whole.weight.dtype)
+        super().__init__(whole, shard, bias=False)
         self.row, self.col = row, col
         spans = [Pieces.at(i, col.size).span(shard.whole[0]) for i in range(col.size)]
         self.shares = [stop - start for start, stop in spans]  # outputs of each i
@@ -49,7 +49,7 @@ class SummaLinear(PostponableLinear):
     def forward(self, x: Tensor) -> Tensor:
         later = self.later(x)
         seen = self.weight if later is None else later.anchor
-        out: Tensor = _Product.apply(x, seen, self, later)  # type: ignore[no-untyped-call]
+        out = apply_function(_Product, x, seen, self, later)
         return out if self.bias is None else out + self.bias
 
 
@@ -163,7 +163,7 @@ def summa_styles(groups: Mapping[str, Group]) -> AxisStyles:
     depth = (groups["tp.depth"],) if "tp.depth" in groups else ()
     axes = GridAxes((*depth, col), row)
     layout = GridLayout((*depth, col, row), axes, axes)
-    return grid_styles(layout, SummaEmbedding(layout, row, col, depth), partial(_linear, layout, row, col))
+    return grid_styles(layout, SummaEmbedding(layout), partial(_linear, layout))
 
 
 @dataclass(frozen=True)
@@ -173,32 +173,25 @@ class SummaEmbedding(ParallelStyle):
     A member embeds the tokens of its whole square with the ids that it holds. Then the vectors are summed along the
     column, and each member gets those of its own tokens.
 
-    Attributes:
-        layout: How the grid shards activations.
-        row: This member's group along its row.
-        col: This member's group along its column.
-        depth: This member's group along the squares, if there are several.
     """
 
     layout: GridLayout
-    row: Group
-    col: Group
-    depth: Groups
 
     def apply(self, name: str, module: nn.Module) -> Applied:
+        """Replace the embedding."""
         assert isinstance(module, nn.Embedding)
-        weight = shard_along(module.weight.shape, {0: (self.col,), 1: (self.row,)})
-        made = VocabParallelEmbedding(module, weight, partial(reduce_scatter, group=self.col, dim=0))
-        square = pieces_along(self.depth)
+        *depth, col, row = self.layout.axes
+        weight = shard_along(module.weight.shape, {0: (col,), 1: (row,)})
+        made = VocabParallelEmbedding(module, weight, partial(reduce_scatter, group=col, dim=0))
+        square = pieces_along(tuple(depth))
         made.register_forward_pre_hook(lambda _, inputs: (square.take(inputs[0], 0),))
-        same = self.layout.same_along(self.col, self.row)
-        return Applied(made, {"weight": weight}, {"weight": same}, {"": self.layout.flow})
+        same = {"weight": self.layout.same_along(col, row)}
+        return Applied(made, {"weight": weight}, same, {"": self.layout.flow})
 
 
-def _linear(
-    layout: GridLayout, row: Group, col: Group, module: nn.Linear, inputs: GridAxes, outputs: GridAxes
-) -> Applied:
+def _linear(layout: GridLayout, module: nn.Linear, inputs: GridAxes, outputs: GridAxes) -> Applied:
     """Shard a linear layer; its inputs and outputs are sharded alike."""
+    *_, col, row = layout.axes
     weight = shard_along(module.weight.shape, {0: (col,), 1: (row,)})
     shards, partials = {"weight": weight}, {"weight": layout.same_along(col, row)}
     if module.bias is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 import raypar as rp
@@ -74,7 +75,9 @@ def test_the_prediction_is_that_of_the_slowest_actor():
     """Two actors with two experts each; a row takes 1 s of products, a token 1 s to travel, an expert 5 s."""
     flops, rate = int(shadowing.FLOPS), int(shadowing.BYTES)
     costs = Shadowing(4, weights=flops // 6, row_bytes=rate // 4, weight_bytes=5 * rate)
-    asked = [[[9, 1], [0, 2]], [[7, 0], [3, 0]]]  # 17 rows at the first actor, of which 7 have come; 5 at the second
+    asked = torch.tensor(
+        [[[9, 1], [0, 2]], [[7, 0], [3, 0]]]
+    )  # 17 rows at the first actor, of which 7 have come; 5 at the second
     assert costs.seconds(asked, ()) == pytest.approx(17 + 7, rel=1e-6)
     assert costs.seconds(asked, [0]) == pytest.approx(12 + 2 + 2 * 5, rel=1e-6)  # 10 and 5 + 7 rows, 2 travel
     choice = costs.choose(asked)

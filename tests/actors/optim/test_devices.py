@@ -53,13 +53,15 @@ class GpuGroup(LocalGroup):
 
     is_updating = False
 
-    def _run(self, op, peer, sent, start, *args):
+    def _run(self, op, peer, sent, out, start, *args):
         if self.is_updating:
             for one in args:
                 where = GPU if isinstance(one, OnGpu) else HOST
                 if isinstance(one, Tensor) and where != self.device:
                     demand_device(self.name, op, self.device, args)
-        return super()._run(op, peer, sent, start, *tree_map(plain, args))
+        given = tree_map(plain, args)
+        target = next((one for one, arg in zip(given, args, strict=True) if arg is out), None)
+        return super()._run(op, peer, sent, target, start, *given)
 
 
 def gpu_groups(axis, size, timeout):
@@ -84,11 +86,11 @@ def updates_on_gpu():
 
     def step(self, *args):
         tensors = self._tensors
-        groups = {self._group, tensors._group, *(one for each in tensors._partial.values() for one in each)} - {None}
+        groups = {self._group, tensors.group, *(one for each in tensors.partial.values() for one in each)} - {None}
         try:
             for group in groups:
                 group.device, group.is_updating = GPU, True
-            tensors._device = GPU
+            tensors.device = GPU
             return update(self, *args)
         finally:
             for group in groups:
