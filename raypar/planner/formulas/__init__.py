@@ -4,36 +4,25 @@ They are of the sizes alone and take no run: what raypar predicts of a run is in
 are l layers, h hidden, a heads, s tokens of a sequence, V vocabulary, b sequences of a microbatch, t tensor ranks.
 """
 
-from raypar.planner.formulas.activations import ActivationForm, layer_activation_bytes
-from raypar.planner.formulas.bubbles import bubble, dualpipe_bubble, zero_bubble_memory
-from raypar.planner.formulas.checkpoints import daly_interval, goodput, young_interval
-from raypar.planner.formulas.flops import forward_flops, training_flops
-from raypar.planner.formulas.messages import collective_bytes, tensor_parallel_bytes, zero_bytes
-from raypar.planner.formulas.parameters import embedding_parameters, layer_parameters, parameters
-from raypar.planner.formulas.states import bytes_per_parameter, gpus_for
-from raypar.planner.formulas.utilisation import days, hfu, hours_like, mfu
-
-__all__ = [
-    "ActivationForm",
-    "bubble",
-    "bytes_per_parameter",
-    "collective_bytes",
-    "daly_interval",
-    "days",
-    "dualpipe_bubble",
-    "embedding_parameters",
-    "forward_flops",
-    "goodput",
-    "gpus_for",
-    "hfu",
-    "hours_like",
-    "layer_activation_bytes",
-    "layer_parameters",
-    "mfu",
-    "parameters",
-    "tensor_parallel_bytes",
-    "training_flops",
-    "young_interval",
-    "zero_bubble_memory",
-    "zero_bytes",
-]
+from raypar.planner.formulas.activations import ActivationForm as ActivationForm
+from raypar.planner.formulas.activations import layer_activation_bytes as layer_activation_bytes
+from raypar.planner.formulas.bubbles import bubble as bubble
+from raypar.planner.formulas.bubbles import dualpipe_bubble as dualpipe_bubble
+from raypar.planner.formulas.bubbles import zero_bubble_memory as zero_bubble_memory
+from raypar.planner.formulas.checkpoints import daly_interval as daly_interval
+from raypar.planner.formulas.checkpoints import goodput as goodput
+from raypar.planner.formulas.checkpoints import young_interval as young_interval
+from raypar.planner.formulas.flops import forward_flops as forward_flops
+from raypar.planner.formulas.flops import training_flops as training_flops
+from raypar.planner.formulas.messages import collective_bytes as collective_bytes
+from raypar.planner.formulas.messages import tensor_parallel_bytes as tensor_parallel_bytes
+from raypar.planner.formulas.messages import zero_bytes as zero_bytes
+from raypar.planner.formulas.parameters import embedding_parameters as embedding_parameters
+from raypar.planner.formulas.parameters import layer_parameters as layer_parameters
+from raypar.planner.formulas.parameters import parameters as parameters
+from raypar.planner.formulas.states import bytes_per_parameter as bytes_per_parameter
+from raypar.planner.formulas.states import gpus_for as gpus_for
+from raypar.planner.formulas.utilisation import days as days
+from raypar.planner.formulas.utilisation import hfu as hfu
+from raypar.planner.formulas.utilisation import hours_like as hours_like
+from raypar.planner.formulas.utilisation import mfu as mfu
