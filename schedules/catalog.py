@@ -32,71 +32,66 @@ G = TypeVar("G", bound=Callable[..., Any])
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 _TABLE = {  # ``register`` adds to it, in this process only
-    "naive": Entry(naive.naive, "one microbatch at a time; the reference", naive.SIZES),
-    "gpipe": Entry(gpipe.gpipe, "all forwards, then all backwards; simple, holds all m activations", gpipe.SIZES),
-    "1f1b": Entry(one_f_one_b.one_f_one_b, "the bubble of gpipe, but at most p activations a rank", one_f_one_b.SIZES),
-    "interleaved": Entry(
+    "naive": Entry.of(naive.naive, "one microbatch at a time; the reference", naive.SIZES),
+    "gpipe": Entry.of(gpipe.gpipe, "all forwards, then all backwards; simple, holds all m activations", gpipe.SIZES),
+    "1f1b": Entry.of(
+        one_f_one_b.one_f_one_b, "the bubble of gpipe, but at most p activations a rank", one_f_one_b.SIZES
+    ),
+    "interleaved": Entry.of(
         interleaved.interleaved,
         "1f1b over several stages a rank: a bubble v times smaller for v times the communication",
         interleaved.SIZES,
-        default_chunks=2,
     ),
-    "looped-bfs": Entry(
+    "looped-bfs": Entry.of(
         interleaved.looped_bfs,
         "gpipe over several stages a rank, all microbatches through one after the other",
         interleaved.SIZES,
-        default_chunks=2,
     ),
-    "zb-h1": Entry(
+    "zb-h1": Entry.of(
         zero_bubble.zb_h1, "1f1b with split backwards: its memory, a third of its bubble", zero_bubble.SIZES
     ),
-    "zb-h2": Entry(zero_bubble.zb_h2, "zb-h1 with twice the memory and next to no bubble", zero_bubble.SIZES),
-    "zb-1p": Entry(automatic.zb_1p, "a search for the costs of a run, with the memory of 1f1b", automatic.SIZES),
-    "zb-2p": Entry(automatic.zb_2p, "a search for the costs of a run, with twice the memory of 1f1b", automatic.SIZES),
-    "zb-interleaved": Entry(
+    "zb-h2": Entry.of(zero_bubble.zb_h2, "zb-h1 with twice the memory and next to no bubble", zero_bubble.SIZES),
+    "zb-1p": Entry.of(automatic.zb_1p, "a search for the costs of a run, with the memory of 1f1b", automatic.SIZES),
+    "zb-2p": Entry.of(
+        automatic.zb_2p, "a search for the costs of a run, with twice the memory of 1f1b", automatic.SIZES
+    ),
+    "zb-interleaved": Entry.of(
         interleaved.zb_interleaved,
         "interleaved with split backwards: a third of its bubble, the same memory on every rank",
         interleaved.SIZES,
-        default_chunks=2,
     ),
-    "zb-v": Entry(
-        v_shape.zb_v, "two stages a rank in a V: the memory of 1f1b, next to no bubble", v_shape.SIZES, default_chunks=2
-    ),
-    "v-half": Entry(
-        v_shape.v_half, "the V with half the memory of 1f1b and half its bubble", v_shape.SIZES, default_chunks=2
-    ),
-    "v-min": Entry(v_shape.v_min, "the V with a third of the memory of 1f1b", v_shape.SIZES, default_chunks=2),
-    "dualpipe-v": Entry(
+    "zb-v": Entry.of(v_shape.zb_v, "two stages a rank in a V: the memory of 1f1b, next to no bubble", v_shape.SIZES),
+    "v-half": Entry.of(v_shape.v_half, "the V with half the memory of 1f1b and half its bubble", v_shape.SIZES),
+    "v-min": Entry.of(v_shape.v_min, "the V with a third of the memory of 1f1b", v_shape.SIZES),
+    "dualpipe-v": Entry.of(
         dual_pipe.dualpipe_v,
         "a V in which a forward of one microbatch is paired with a backward of another",
         dual_pipe.SIZES,
-        default_chunks=2,
     ),
-    "dualpipe": Entry(
+    "dualpipe": Entry.of(
         dual_pipe.dualpipe,
         "every stage held twice, microbatches from both ends: dualpipe-v over twice the actors",
         dual_pipe.TWICE,
-        default_chunks=2,
     ),
-    "pipedream": Entry(
+    "pipedream": Entry.of(
         pipedream.pipedream,
         "1f1b without a flush: every stage updates by itself, with gradients of its earlier weights",
         pipedream.SIZES,
         is_stream=True,
     ),
-    "pipedream-vertical": Entry(
+    "pipedream-vertical": Entry.of(
         pipedream.pipedream_vertical,
         "pipedream where all stages compute a microbatch with weights of the same step",
         pipedream.SIZES,
         is_stream=True,
     ),
-    "pipedream-2bw": Entry(
+    "pipedream-2bw": Entry.of(
         pipedream.pipedream_2bw,
         "pipedream with two versions of the weights, and gradients that are one step old",
         pipedream.SIZES_2BW,
         is_stream=True,
     ),
-    "forward": Entry(forward_only.forward, "forwards only, for evaluation", forward_only.SIZES, forward_only=True),
+    "forward": Entry.of(forward_only.forward, "forwards only, for evaluation", forward_only.SIZES, forward_only=True),
 }
 
 CATALOG: Mapping[str, Entry] = MappingProxyType(_TABLE)
@@ -217,7 +212,7 @@ def build(
         costs: How long actions last, for a schedule that depends on it (zb-1p, zb-2p); None for those of ``simulate``.
         replicas: The number of replicas of each rank, which take microbatches in turn; empty: one each.
         catalog: The catalog to look in. It may hold the user's entries: ``build("mine", 4, 8, catalog={**CATALOG,
-            "mine": Entry(...)})``.
+            "mine": Entry.of(...)})``.
 
     Returns:
         The schedule.

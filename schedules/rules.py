@@ -11,7 +11,7 @@ an action provides.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, WHOLE_STAGE, Action, Op
@@ -86,7 +86,12 @@ def most_in_flight(schedule: Schedule) -> tuple[int, ...]:
     """
     if schedule.forward_only:
         return (0,) * schedule.num_ranks
-    return tuple(max(accumulate(HOLDS.get(action.op, 0) for action in row), default=0) for row in schedule.rows)
+    return tuple(map(most_held, schedule.rows))
+
+
+def most_held(row: Iterable[Action]) -> int:
+    """Return the largest number of activations that a rank holds on its device while it performs a row."""
+    return max(accumulate((HOLDS.get(action.op, 0) for action in row), initial=0))
 
 
 def gathers(schedule: Schedule) -> bool:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from raypar.schedules.action import COMPUTE, MOVES, Action, Op
 from raypar.schedules.float_sum import float_sum
-from raypar.schedules.rules import HOLDS
+from raypar.schedules.rules import most_held
 from raypar.schedules.schedule import MOST_DRAWN, Schedule, drawer
 
 
@@ -144,10 +144,7 @@ class Timeline:
         """
         if self.schedule.forward_only:
             return (0,) * self.num_ranks
-        held, most = [0] * self.num_ranks, [0] * self.num_ranks
+        rows: list[list[Action]] = [[] for _ in self.schedule.rows]
         for event in self.events:
-            rank = event.rank
-            held[rank] += HOLDS.get(event.action.op, 0)
-            if held[rank] > most[rank]:
-                most[rank] = held[rank]
-        return tuple(most)
+            rows[event.rank].append(event.action)
+        return tuple(map(most_held, rows))

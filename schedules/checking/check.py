@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from math import gcd, lcm
+from typing import TypedDict
 
 from raypar.schedules.action import RECVS, SENDS, WHOLE_STAGE, Action, Op
 from raypar.schedules.checking.errors import CheckError, Fault
@@ -14,6 +15,14 @@ from raypar.schedules.known_rules import KnownEdges
 from raypar.schedules.rules import gathers, partner
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.sweep import Sweep, Wait
+
+
+class Bounds(TypedDict, total=False):
+    """The bounds of a check, which are described there."""
+
+    send_capacity: int | None
+    max_in_flight: int | None
+    max_versions: int | None
 
 
 def check(

@@ -6,10 +6,10 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from typing import Unpack
 
 from raypar.schedules.action import RECVS, SENDS, Action
-from raypar.schedules.checking.check import check
+from raypar.schedules.checking.check import Bounds, check
 from raypar.schedules.checking.errors import CheckError, Fault
 from raypar.schedules.drawing.cells import ACTIONS, RANKS
 from raypar.schedules.passes.without_idle import without_idle
@@ -25,33 +25,24 @@ MOST_MICROBATCHES = 12  # a fault that needs more microbatches is left to the se
 _NAMED = re.compile(r"[A-Z](\d+)\b|\bmicrobatch ([\d, ]+)")
 
 
-def demand_sound(
-    schedule: Schedule,
-    generate: Generate | None = None,
-    *,
-    send_capacity: int | None = None,
-    max_in_flight: int | None = None,
-    max_versions: int | None = None,
-) -> None:
+def demand_sound(schedule: Schedule, generate: Generate | None = None, **bounds: Unpack[Bounds]) -> None:
     """Check a schedule; on failure the error also shows the smallest schedule found that breaks the same rule.
 
     Args:
         schedule: The schedule to check.
         generate: Generates the same schedule for other numbers ``(ranks, microbatches, chunks)``, with the same passes
             applied. None if the schedule exists only as rows.
-        send_capacity: As in ``check``.
-        max_in_flight: As in ``check``.
-        max_versions: As in ``check``.
+        **bounds: ``send_capacity``, ``max_in_flight`` and ``max_versions``, as in ``check``.
 
     Raises:
         CheckError: If the schedule breaks a rule. Its faults are those of ``schedule``; its text also shows the small
             schedule if one is found within the time limit.
     """
     try:
-        check(schedule, send_capacity=send_capacity, max_in_flight=max_in_flight, max_versions=max_versions)
+        check(schedule, **bounds)
     except CheckError as error:
-        bounds = error.faults, send_capacity, max_in_flight, max_versions
-        found = (generate and _Search(*bounds).sizes(schedule, generate)) or _Search(*bounds).rows(schedule)
+        found = generate and _Search(error.faults, bounds).sizes(schedule, generate)
+        found = found or _Search(error.faults, bounds).rows(schedule)
         if not found:
             raise
         raise CheckError(f"{error}\n{found}", error.faults) from None
@@ -60,18 +51,10 @@ def demand_sound(
 class _Search:
     """A search for small schedules that break the rule of the first fault, and no rule that the large one keeps."""
 
-    def __init__(
-        self,
-        faults: Sequence[Fault],
-        send_capacity: int | None,
-        max_in_flight: int | None,
-        max_versions: int | None,
-    ) -> None:
+    def __init__(self, faults: Sequence[Fault], bounds: Bounds) -> None:
         self._fault, self._rules = faults[0], {fault.rule for fault in faults}
         self._tidy = self._rules.isdisjoint({"reduce", "weights"})  # else an idle action may be the fault
-        self._check = partial(
-            check, send_capacity=send_capacity, max_in_flight=max_in_flight, max_versions=max_versions
-        )
+        self._bounds = bounds
         self._tries, self._end = 0, time.monotonic() + MOST_SECONDS
 
     def sizes(self, schedule: Schedule, generate: Generate) -> str | None:
@@ -127,7 +110,7 @@ class _Search:
         """Return the candidate's error if it breaks the searched rule and no rule that the large schedule keeps."""
         self._tries += 1
         try:
-            self._check(candidate)
+            check(candidate, **self._bounds)
         except CheckError as error:
             rules = {fault.rule for fault in error.faults}
             return error if self._fault.rule in rules and rules <= self._rules else None

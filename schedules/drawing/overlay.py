@@ -9,7 +9,7 @@ from pathlib import Path
 
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.files import save
-from raypar.schedules.drawing.svg import timelines_svg
+from raypar.schedules.drawing.svg import LanesPicture
 from raypar.schedules.drawing.text import WIDTH, grid, summary
 from raypar.schedules.formatting import milliseconds
 from raypar.schedules.schedule import MOST_DRAWN, ScheduleError
@@ -50,7 +50,7 @@ class Overlay:
 
     def svg(self) -> str:
         """Draw the overlay as standalone SVG."""
-        return timelines_svg(self._named, self.titles, milliseconds)
+        return LanesPicture(self._named, self.titles, milliseconds).svg()
 
     def text(self, width: int | None = WIDTH) -> str:
         """Draw the overlay as text.

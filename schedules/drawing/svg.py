@@ -6,6 +6,7 @@ import colorsys
 import html
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import nsmallest
 
 from raypar.schedules.action import COMPUTE, Action, Op
@@ -92,47 +93,32 @@ def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, c
     """
     if isinstance(drawn, Schedule):
         timeline = simulate(drawn, UNIT)
-        return timelines_svg({"": timeline}, [summary(timeline, in_slots=True)], None, done=done, cursor=cursor)
-    return timelines_svg({"": drawn}, [summary(drawn)], spelling(drawn), done=done, cursor=cursor)
+        return LanesPicture({"": timeline}, [summary(timeline, in_slots=True)], None, done, cursor).svg()
+    return LanesPicture({"": drawn}, [summary(drawn)], spelling(drawn), done, cursor).svg()
 
 
-def timelines_svg(
-    timelines: Mapping[str, Timeline],
-    headings: Sequence[str],
-    spelled: Callable[[float], str] | None = None,
-    *,
-    done: Collection[Action] | None = None,
-    cursor: Action | None = None,
-) -> str:
-    """Draw timelines of one schedule in one SVG: each rank has a lane for each timeline, on one time axis.
+@dataclass
+class LanesPicture:
+    """A picture of timelines of one schedule: each rank has a lane for each timeline, on one time axis.
 
-    Args:
+    Attributes:
         timelines: The timelines by name. The first is drawn in full colour, the others pale.
         headings: Lines of text above the lanes.
         spelled: Formats the times of the axis. None draws no axis.
         done: As in ``svg``.
         cursor: As in ``svg``.
-
-    Returns:
-        The SVG.
     """
-    return "\n".join(_Picture(timelines, headings, spelled, done, cursor).lines())
 
+    timelines: Mapping[str, Timeline]
+    headings: Sequence[str]
+    spelled: Callable[[float], str] | None
+    done: Collection[Action] | None = None
+    cursor: Action | None = None
 
-class _Picture:
-    """The layout of a picture: its boxes, scale and sizes in pixels."""
-
-    def __init__(
-        self,
-        timelines: Mapping[str, Timeline],
-        headings: Sequence[str],
-        spelled: Callable[[float], str] | None,
-        done: Collection[Action] | None,
-        cursor: Action | None,
-    ) -> None:
-        self._done, self._cursor = done, cursor
-        self._timelines, self._names = list(timelines.values()), list(timelines)
-        self._schedule, self._spelled = self._timelines[0].schedule, spelled
+    def __post_init__(self) -> None:
+        """Compute the boxes, the scale and the sizes in pixels."""
+        self._timelines, self._names = list(self.timelines.values()), list(self.timelines)
+        self._schedule = self._timelines[0].schedule
         span, slot = max(timeline.makespan for timeline in self._timelines), slot_length(self._timelines[0])
         self._scale = min(SLOT / slot, max(LEAST / slot, (PAGE - MARGIN - GAP) / span)) if span else 1.0
         visible = [
@@ -143,9 +129,9 @@ class _Picture:
         ]
         self._boxes = nsmallest(MOST_DRAWN, visible, key=lambda box: box[0])
         if len(self._boxes) < len(visible):
-            headings = [*headings, f"(the first {MOST_DRAWN} of {len(visible)} boxes)"]
+            self.headings = [*self.headings, f"(the first {MOST_DRAWN} of {len(visible)} boxes)"]
             span = max(start + event.end - event.start for start, _, event in self._boxes)
-        self._span, self._headings, self._top = span, headings, 18 + HEADING * len(headings)
+        self._span, self._top = span, 18 + HEADING * len(self.headings)
         ranks = range(self._schedule.num_ranks)
         most = max(len(self._schedule.stages_of(rank)) for rank in ranks) if gathers(self._schedule) else 0
         self._strip = most * (_THIN + 1)  # height of the lines that show what is whole
@@ -153,7 +139,7 @@ class _Picture:
         drawn = {event.action.op for _, _, event in self._boxes}
         self._keys = list(self._shades(drawn))
         keys = float_sum(_KEY + _LETTER * len(name) for _, _, name in self._keys)
-        least = max(_LETTER * max(map(len, headings)) + 2 * GAP, MARGIN + keys)
+        least = max(_LETTER * max(map(len, self.headings)) + 2 * GAP, MARGIN + keys)
         self._width = max(MARGIN + self._scale * span + GAP, least)
 
     def _shades(self, drawn: Collection[Op]) -> Iterator[tuple[str, float, str]]:
@@ -169,7 +155,7 @@ class _Picture:
             yield _color(Op.F, 0.5), 1.0, "lighter: later chunk"
         if len(self._names) > 1:
             yield _color(Op.F, 0), _PALE, f"pale: {self._names[1]}"
-        elif self._done is not None:
+        elif self.done is not None:
             yield _color(Op.F, 0), _PALE, "pale: to come"
 
     @property
@@ -177,10 +163,13 @@ class _Picture:
         """Return the height of one rank's lanes and the gap below them, in pixels."""
         return len(self._timelines) * (LANE + 2 + self._strip) - 2 + GAP * len(self._timelines)
 
-    def lines(self) -> Iterator[str]:
-        """Yield the lines of the SVG."""
-        axis = 0 if self._spelled is None else 22
-        width, height, title = round(self._width), self._bottom + axis + 26, html.escape("; ".join(self._headings))
+    def svg(self) -> str:
+        """Return the SVG."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        axis = 0 if self.spelled is None else 22
+        width, height, title = round(self._width), self._bottom + axis + 26, html.escape("; ".join(self.headings))
         yield (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
             f'viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="{_TYPE}" '
@@ -189,7 +178,7 @@ class _Picture:
         yield f"<title>{title}</title>"
         yield _DARK
         yield f'<rect {_PAPER} width="{width}" height="{height}" rx="8"/>'
-        for line, heading in enumerate(self._headings):
+        for line, heading in enumerate(self.headings):
             font = f'x="{2 * GAP}" y="{24 + line * HEADING}" font-weight="{400 if line else 600}"'
             yield f"<text {_INK} {font}>{html.escape(heading)}</text>"
         yield from self._axis()
@@ -201,7 +190,7 @@ class _Picture:
         yield "</svg>"
 
     def _axis(self) -> Iterator[str]:
-        if self._spelled is None:
+        if self.spelled is None:
             return
         width = self._scale * self._span
         for tick in ticks(0.0, self._span, 1 + int(width / _TICK)):
@@ -209,7 +198,7 @@ class _Picture:
             yield (
                 f'<path d="M{x:.1f} {self._top - 4}V{self._bottom}" stroke="{_GREY}" stroke-opacity="0.35"/>'
                 f'<text {_INK} x="{x:.1f}" y="{self._bottom + 16}" '
-                f'text-anchor="{"middle" if x < self._width - 24 else "end"}">{html.escape(self._spelled(tick))}</text>'
+                f'text-anchor="{"middle" if x < self._width - 24 else "end"}">{html.escape(self.spelled(tick))}</text>'
             )
 
     def _lanes(self) -> Iterator[str]:
@@ -258,15 +247,15 @@ class _Picture:
         width = length * self._scale - FINEST
         computes, height = event.action.op in COMPUTE, LANE if event.bucket is None else _THIN
         top = self._line(event, lane) if event.part and event.action.op is Op.UNSHARD else y + LANE - height
-        pale = lane > 0 or (self._done is not None and event.action not in self._done)
+        pale = lane > 0 or (self.done is not None and event.action not in self.done)
         label, ink = str(event.action.microbatch) if computes else "", _INK if pale else 'fill="#fff"'
         number = f'<text {ink} x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle">{label}</text>'
         opacity = (1.0 if computes else _FAINT) * (_PALE if pale else 1.0)
         faint = "" if opacity == 1.0 else f' fill-opacity="{opacity:.2g}"'
-        frame = f' stroke="{_GREY}" stroke-width="3"' if event.action == self._cursor else ""
+        frame = f' stroke="{_GREY}" stroke-width="3"' if event.action == self.cursor else ""
         size = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="3"'
         outline = f"M{x:.1f} {top}h{width:.1f}v{height}h{-width:.1f}z"
-        below = f'<path {_PAPER} d="{outline}"/>' if faint and self._spelled else ""  # hides the lines of the axis
+        below = f'<path {_PAPER} d="{outline}"/>' if faint and self.spelled else ""  # hides the lines of the axis
         return (
             f"<g><title>{self._tip(start, lane, event)}</title>{below}<rect {size} "
             f'fill="{self._fill(event)}"{faint}{frame}/>'
@@ -274,7 +263,7 @@ class _Picture:
         )
 
     def _tip(self, start: float, lane: int, event: Event) -> str:
-        spelled, name = self._spelled or plain, self._names[lane]
+        spelled, name = self.spelled or plain, self._names[lane]
         part = f" ({event.part})" if event.part else ""
         who = f"{event.action}{part} on {event.actor}{f', {name}' if name else ''}"
         return html.escape(f"{who}: {spelled(start)} to {spelled(start + event.end - event.start)}")

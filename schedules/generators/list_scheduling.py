@@ -101,13 +101,14 @@ class _Rank:
         self.row: list[Action] = []
 
 
+@dataclass
 class ListScheduling:
     """Performs a step by a policy, event by event.
 
     A rank takes a ready I; else a ready F, if memory and policy allow it; else a W. Of several it takes the one of the
     last stage.
 
-    Args:
+    Attributes:
         placement: The rank of each stage.
         num_microbatches: Number of microbatches m in a step.
         cost: How long an F, I or W lasts.
@@ -116,29 +117,23 @@ class ListScheduling:
         policy: The policy by which ranks choose.
     """
 
-    def __init__(
-        self,
-        placement: Sequence[int],
-        num_microbatches: int,
-        cost: Cost,
-        link: float,
-        memory: RankMemory,
-        policy: Policy,
-    ) -> None:
-        self._placement = placement
-        self._microbatches = num_microbatches
-        self._cost = cost
-        self._link = link
-        self._memory, self._policy = memory, policy
-        last = len(placement) - 1
+    placement: Sequence[int]
+    num_microbatches: int
+    cost: Cost
+    link: float
+    memory: RankMemory
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        last, slope = len(self.placement) - 1, self.policy.slope
         self._stages = [
-            _Stage(stage, num_microbatches, policy.slope * (last - stage) + 1 + policy.extra)
-            for stage in range(len(placement))
+            _Stage(stage, self.num_microbatches, slope * (last - stage) + 1 + self.policy.extra)
+            for stage in range(last + 1)
         ]
-        self._stages[0].activations[:-1] = [0.0] * num_microbatches
+        self._stages[0].activations[:-1] = [0.0] * self.num_microbatches
         self._ranks = [
-            _Rank([stage for stage in reversed(self._stages) if placement[stage.number] == rank])
-            for rank in range(max(placement) + 1)
+            _Rank([stage for stage in reversed(self._stages) if self.placement[stage.number] == rank])
+            for rank in range(max(self.placement) + 1)
         ]
         self._free = [(0.0, rank) for rank in range(len(self._ranks))]
 
@@ -166,7 +161,7 @@ class ListScheduling:
             if stage.gradient <= time:
                 return Action(stage.number, Op.I, stage.inputs), time
             later = min(later, stage.gradient)
-        room, shares = self._memory.most + _SAME - rank.held, self._memory.shares
+        room, shares = self.memory.most + _SAME - rank.held, self.memory.shares
         for at, stage in enumerate(rank.stages):
             # Its microbatch comes back to the later stages of the rank, which must have memory then.
             back = float_sum((stage.forwards + 1 - other.forwards) * shares[other.number] for other in rank.stages[:at])
@@ -176,9 +171,9 @@ class ListScheduling:
                 return Action(stage.number, Op.F, stage.forwards), time
             later = min(later, stage.activation)
         if rank.weights:
-            is_tail = all(stage.forwards == self._microbatches for stage in rank.stages)
-            part = self._policy.tail if is_tail else self._policy.fits
-            if time + part * self._cost(rank.weights[0]) <= later:
+            is_tail = all(stage.forwards == self.num_microbatches for stage in rank.stages)
+            part = self.policy.tail if is_tail else self.policy.fits
+            if time + part * self.cost(rank.weights[0]) <= later:
                 return rank.weights[0], time
         return None, later
 
@@ -186,8 +181,8 @@ class ListScheduling:
         number, op, microbatch, _ = action
         assert number is not None and microbatch is not None
         rank.row.append(action)
-        rank.now = time + self._cost(action)
-        rank.held += self._memory.change(action)
+        rank.now = time + self.cost(action)
+        rank.held += self.memory.change(action)
         stage = self._stages[number]
         if op is Op.F:
             stage.forwards += 1
@@ -205,9 +200,9 @@ class ListScheduling:
 
     def _arrive(self, time: float, number: int, other: int, microbatch: int, op: Op) -> None:
         """Record when the value of another stage arrives at a stage."""
-        there = self._placement[other]
-        if there != self._placement[number]:
-            time += self._link
+        there = self.placement[other]
+        if there != self.placement[number]:
+            time += self.link
         stage = self._stages[other]
         (stage.activations if op is Op.F else stage.gradients)[microbatch] = time
         heappush(self._free, (max(time, self._ranks[there].now), there))

@@ -4,13 +4,13 @@ its loss is computed on the first, without a message between the two stages of e
 from __future__ import annotations
 
 from collections import deque
-from itertools import accumulate, product
+from itertools import product
 from typing import NamedTuple
 
 from raypar.schedules.action import Action, Op
 from raypar.schedules.generators.entry import Sizes
 from raypar.schedules.generators.v_steps import VSteps
-from raypar.schedules.rules import HOLDS
+from raypar.schedules.rules import HOLDS, most_held
 from raypar.schedules.schedule import Schedule
 
 SIZES = Sizes(min_chunks=2, max_chunks=2, hint="a V has two stages a rank, leave chunks out, or set it to 2")
@@ -209,7 +209,7 @@ def _filled(rows: list[list[Action]]) -> list[list[Action]]:
 
     No rank holds more chunks' activations than the rank that holds most in ``rows``: it performs a W first.
     """
-    most, last = max(map(_most_held, rows)), 2 * len(rows) - 1
+    most, last = max(map(most_held, rows)), 2 * len(rows) - 1
     ranks = [_Rank(row) for row in rows]
     done: dict[Action, int] = {}  # the slot
     slot = 0
@@ -218,10 +218,6 @@ def _filled(rows: list[list[Action]]) -> list[list[Action]]:
             rank.perform(slot, done, last, most)
         slot += 1
     return [rank.row for rank in ranks]
-
-
-def _most_held(row: list[Action]) -> int:
-    return max(accumulate(HOLDS.get(action.op, 0) for action in row))
 
 
 class _Rank:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from raypar.schedules.action import RECVS, SENDS, Action, Op
-from raypar.schedules.rules import HOLDS, USES_WEIGHTS, partner, rank_of
+from raypar.schedules.rules import USES_WEIGHTS, most_held, partner, rank_of
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
 
@@ -126,7 +126,7 @@ class _Simulation:
             for row in schedule.rows
         ]
         self._cost = {action: costs.of(action) for row in schedule.rows for action in row if action.op in _LASTING}
-        self.most_held = max(_most_held(row) for row in schedule.rows)
+        self.most_held = max(map(most_held, schedule.rows))
         self.splittable = list(map(len, self._positions))
         self.spent = 0  # actions that were simulated
         self._unit = 1.0
@@ -232,12 +232,3 @@ def _leaves(row: Sequence[Action], at: int) -> bool:
         return False
     send = row[at]._replace(peer=None)
     return row[at - 1]._replace(peer=None) in (send, send._replace(op=Op.B))
-
-
-def _most_held(row: Sequence[Action]) -> int:
-    """Return the most microbatches whose forward is done and whose backward is not, over the stages of a rank."""
-    held = most = 0
-    for action in row:
-        held += HOLDS.get(action.op, 0)
-        most = max(most, held)
-    return most
