@@ -398,7 +398,8 @@ MAY_IMPORT = {
     "raypar/calibration": (
         "actors/collective/ray actors/layers actors/layers/attention actors/machine actors/mesh actors/specs "
         "raypar raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
-        "raypar/job raypar/planner raypar/planner/calibrated raypar/planner/memory schedules"
+        "raypar/job raypar/planner raypar/planner/calibrated raypar/planner/memory raypar/planner/sizes "
+        "schedules"
     ),
     "raypar/checkpoint": (
         "actors actors/checkpoint actors/hugging_face actors/machine actors/models actors/specs raypar "
@@ -473,7 +474,7 @@ MAY_IMPORT = {
         "actors actors/machine actors/specs actors/worker raypar raypar/checkpoint raypar/cluster/lifecycle "
         "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/config/validate raypar/job/layout "
         "raypar/job/look raypar/job/recover raypar/job/start raypar/job/stepping raypar/job/steps "
-        "raypar/job/text raypar/planner raypar/planner/memory raypar/reporting schedules"
+        "raypar/job/text raypar/planner raypar/planner/memory raypar/planner/sizes raypar/reporting schedules"
     ),
     "raypar/job/layout": (
         "actors/data actors/machine actors/mesh actors/models actors/specs raypar raypar/config "
@@ -488,7 +489,7 @@ MAY_IMPORT = {
         "actors actors/checkpoint actors/machine actors/mesh actors/relayout actors/specs raypar "
         "raypar/checkpoint raypar/cluster raypar/cluster/calls raypar/cluster/lifecycle raypar/cluster/nodes "
         "raypar/config raypar/job/layout raypar/job/start raypar/planner raypar/planner/hardware "
-        "raypar/planner/memory schedules"
+        "raypar/planner/memory raypar/planner/sizes schedules"
     ),
     "raypar/job/start": (
         "actors actors/checkpoint actors/data actors/data/examples actors/data/text actors/data/tokenizers "
@@ -517,13 +518,13 @@ MAY_IMPORT = {
         "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start schedules"
     ),
     "raypar/planner": (
-        "actors/machine actors/mesh actors/models actors/models/tiles actors/optim actors/specs raypar "
-        "raypar/planner/calibrated raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
-        "raypar/planner/search raypar/planner/sizes schedules schedules/passes schedules/simulation"
+        "actors/machine actors/mesh actors/models actors/specs raypar raypar/planner/calibrated "
+        "raypar/planner/formulas raypar/planner/hardware raypar/planner/memory raypar/planner/search "
+        "raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
     "raypar/planner/calibrated": (
         "actors actors/machine actors/mesh actors/models actors/specs raypar raypar/planner "
-        "raypar/planner/memory schedules schedules/simulation"
+        "raypar/planner/memory raypar/planner/sizes schedules schedules/simulation"
     ),
     "raypar/planner/fleet": "actors actors/machine raypar raypar/planner/formulas schedules schedules/simulation",
     "raypar/planner/formulas": "",
@@ -539,7 +540,9 @@ MAY_IMPORT = {
         "actors/mesh actors/specs raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
         "raypar/planner/timing schedules"
     ),
-    "raypar/planner/sizes": "actors/data_parallel actors/mesh actors/models actors/models/tiles actors/specs schedules",
+    "raypar/planner/sizes": (
+        "actors/data_parallel actors/mesh actors/models actors/models/tiles actors/optim actors/specs schedules"
+    ),
     "raypar/planner/timing": (
         "actors/mesh actors/models actors/specs raypar/planner/formulas raypar/planner/hardware "
         "raypar/planner/memory raypar/planner/sizes schedules schedules/passes schedules/simulation"
@@ -547,9 +550,9 @@ MAY_IMPORT = {
     "raypar/reporting": (
         "actors actors/collective actors/data/examples actors/data/text actors/machine actors/mesh "
         "actors/models actors/optim actors/specs raypar raypar/config raypar/planner "
-        "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/reporting/run_folder "
-        "raypar/reporting/tables raypar/reporting/trackers schedules schedules/drawing schedules/passes "
-        "schedules/simulation"
+        "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/planner/sizes "
+        "raypar/reporting/run_folder raypar/reporting/tables raypar/reporting/trackers schedules "
+        "schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
         "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/planner/hardware "
@@ -561,7 +564,7 @@ MAY_IMPORT = {
     ),
     "raypar/reporting/tables": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "
-        "raypar/planner/memory schedules schedules/drawing"
+        "raypar/planner/memory raypar/planner/sizes schedules schedules/drawing"
     ),
     "raypar/reporting/trackers": "actors/specs raypar raypar/config",
     "schedules": (

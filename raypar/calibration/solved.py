@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, get_args
 
@@ -29,9 +29,9 @@ from raypar.planner.calibrated.calibration import (
     MeasuredUpdate,
     relative_fit,
 )
-from raypar.planner.memory.worker import ParameterCounts, worker_memory
+from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
 
@@ -51,28 +51,28 @@ def solved(known: Calibration, found: Mapping[str, Sequence[Measured]], actors: 
         found: The measurements of the runs, by name; see ``probe_runs``.
         actors: Number of actors that can compute at once without sharing a core.
     """
-    gpt = found["gpt"]
-    first = found["first"][0]
-    known = _with_heads(known, found.get("pipeline", ()))
+    gpt, pipelines = found["gpt"], found.get("pipeline", ())
+    known = _with(known, _of_heads(known, pipelines))
     known = replace(
         _with_actions(known, gpt[0], gpt[1]),
         update=_update(gpt),
         busy=_busy(found["reduced"], gpt[2:], actors) if "reduced" in found else 1.0,
-        message=found["pipeline"][-2].message if "pipeline" in found else 0.0,
+        message=pipelines[-2].message if pipelines else 0.0,
         call=max(0.0, statistics.median(one.between for one in gpt)),
-        process=_process(first) if known.device == "cpu" else known.process,
+        process=_process(found["first"][0]) if known.device == "cpu" else known.process,
     )
-    known = _with_kind(known, "gpt", gpt[1:])
+    known = _with(known, _of_kind(known, "gpt", gpt[1:]))
     if "reduced" in found:
-        known = _with_replicas(known, found["reduced"], gpt[2:])
+        known = _with(known, _of_replicas(known, found["reduced"], gpt[2:]))
     if "split" in found:
-        known = _with_split(known, gpt[2:], found["split"])
+        known = _with(known, _of_split(known, gpt[2:], found["split"]))
     for kind in ("tensor", "lent", "gathered", "context", "sequence", "experts", "expert parallel", "llama"):
-        if kind in found:
-            known = _with_kind(known, kind, found[kind])
-    if "pipeline" in found:
-        known = _with_pipelines(known, found["pipeline"])
-    return known
+        known = _with(known, _of_kind(known, kind, found.get(kind, ())))
+    return _with(known, _of_pipelines(known, pipelines))
+
+
+def _with(known: Calibration, besides: Iterable[Beside]) -> Calibration:
+    return replace(known, besides=(*known.besides, *besides))
 
 
 def without_unmeasured(known: Calibration) -> tuple[Calibration, list[Kind]]:
@@ -95,18 +95,16 @@ def _busy(together: Sequence[Measured], alone: Sequence[Measured], actors: int) 
     return min(max(1.0, both[0] / both[1]), float(actors))
 
 
-def _with_heads(known: Calibration, found: Sequence[Measured]) -> Calibration:
-    """Return a calibration with the costs of the head and the loss besides the head's product.
+def _of_heads(known: Calibration, found: Sequence[Measured]) -> Iterator[Beside]:
+    """Yield the costs of the head and the loss besides the head's product.
 
     They are the seconds by which actions of the last stage of pipelines exceed those of the first.
     """
-    besides: list[Beside] = []
     for one in found:
         model = _model_of(one.run)
         product = head_products(one.run, model, known)
         longer = one.last_forward - product.forward, one.last_backward - product.backward
-        besides.append(Beside("head", round(num_logits(one.run, model)), *(max(0.0, seconds) for seconds in longer)))
-    return replace(known, besides=(*known.besides, *besides))
+        yield Beside("head", round(num_logits(one.run, model)), *(max(0.0, seconds) for seconds in longer))
 
 
 def _with_actions(known: Calibration, few: Measured, many: Measured) -> Calibration:
@@ -118,9 +116,8 @@ def _with_actions(known: Calibration, few: Measured, many: Measured) -> Calibrat
     return replace(known, action_forward=forward, action_backward=backward)
 
 
-def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Calibration:
-    """Return a calibration with the costs of the blocks of runs that it does not predict yet."""
-    besides: list[Beside] = []
+def _of_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Iterator[Beside]:
+    """Yield the costs of the blocks of runs that a calibration does not predict yet."""
     before = known
     if kind in get_args(Family):  # for an unmeasured family it would predict the costs of another one
         before = replace(known, besides=tuple(one for one in known.besides if one.kind not in get_args(Family)))
@@ -128,43 +125,31 @@ def _with_kind(known: Calibration, kind: Kind, found: Sequence[Measured]) -> Cal
         model = _model_of(one.run)
         left = _uncounted(before, one, slower=known.busy if one.run.mesh.size > 1 else 1.0)
         forward, backward = (max(0.0, seconds / model.layers) for seconds in left)
-        besides.append(Beside(kind, _size(one.run, kind, model), forward, backward))
-    return replace(known, besides=(*known.besides, *besides))
+        yield Beside(kind, _size(one.run, kind, model), forward, backward)
 
 
-def _with_replicas(known: Calibration, together: Sequence[Measured], alone: Sequence[Measured]) -> Calibration:
-    """Return a calibration with the costs of a step due to replicas that sum gradients and shard the update."""
-    besides: list[Beside] = []
+def _of_replicas(known: Calibration, together: Sequence[Measured], alone: Sequence[Measured]) -> Iterator[Beside]:
+    """Yield the costs of a step due to replicas that sum gradients and shard the update."""
     for replicas, one in zip(together, alone, strict=True):
         run, model = replicas.run, _model_of(replicas.run)
-        longer = max(0.0, replicas.ends - one.ends) / model.layers
-        besides += [
-            Beside("reduced", _size(run, "reduced", model), 0.0, longer),
-            Beside("shared", max(_counts(run).held), 0.0, max(0.0, replicas.step - _step(run, known))),
-        ]
-    return replace(known, besides=(*known.besides, *besides))
+        sized = _sized(run)
+        yield Beside("reduced", _size(run, "reduced", model), 0.0, max(0.0, replicas.ends - one.ends) / model.layers)
+        yield Beside("shared", max(sized.counts.held), 0.0, max(0.0, replicas.step - step_seconds(sized, known)))
 
 
-def _step(run: Run, known: Calibration) -> float:
-    """Return the seconds that a calibration predicts for a run's STEP."""
-    return step_seconds(run, world_of(run), _counts(run), check_run(run)["train"], known)
+def _sized(run: Run) -> SizedRun:
+    return SizedRun.of(run, check_run(run)["train"])
 
 
-def _counts(run: Run) -> ParameterCounts:
-    return counts_of(run, check_run(run)["train"], None)
-
-
-def _with_split(known: Calibration, wholes: Sequence[Measured], halves: Sequence[Measured]) -> Calibration:
-    """Return a calibration with the costs of split backwards beyond whole ones, and of W beyond its products."""
-    besides: list[Beside] = []
+def _of_split(known: Calibration, wholes: Sequence[Measured], halves: Sequence[Measured]) -> Iterator[Beside]:
+    """Yield the costs of split backwards beyond whole ones, and of W beyond its products."""
     for whole, half in zip(wholes, halves, strict=True):
         run, model = half.run, _model_of(half.run)
         counted = stage_seconds(run, world_of(run), range(model.layers), 0.0, known)
         longer = half.forward + half.backward - whole.forward - whole.backward
         found = longer, half.later - counted[Op.W]
         both, weight_half = (max(0.0, seconds / model.layers) for seconds in found)
-        besides.append(Beside("split", _size(run, "split", model), both, weight_half))
-    return replace(known, besides=(*known.besides, *besides))
+        yield Beside("split", _size(run, "split", model), both, weight_half)
 
 
 def _model_of(run: Run) -> Transformer:
@@ -175,7 +160,7 @@ def _model_of(run: Run) -> Transformer:
 def _size(run: Run, kind: Kind, model: Transformer) -> int:
     """Return the size of a block of a kind: see ``Beside``."""
     if kind in OF_PARAMETERS:
-        return _counts(run).units[0].gathered // model.layers
+        return _sized(run).counts.units[0].gathered // model.layers
     return run.micro_batch_size * model.seq // run.mesh.cp * model.hidden
 
 
@@ -188,14 +173,13 @@ def _uncounted(known: Calibration, one: Measured, slower: float = 1.0) -> Passes
         slower: The factor by which its actors were slower because others computed at once.
     """
     run, model = one.run, _model_of(one.run)
-    parameters = _counts(run).units[0].gathered / model.layers
+    parameters = _sized(run).counts.units[0].gathered / model.layers
     counted = stage_seconds(run, world_of(run), range(model.layers), parameters, known, tp=run.mesh.tensor_ranks)
     return Passes(one.forward / slower - counted[Op.F], one.backward / slower - counted[Op.B])
 
 
-def _with_pipelines(known: Calibration, found: Sequence[Measured]) -> Calibration:
-    """Return a calibration with the costs of blocks in stages that it does not predict yet."""
-    besides: list[Beside] = []
+def _of_pipelines(known: Calibration, found: Sequence[Measured]) -> Iterator[Beside]:
+    """Yield the costs of blocks in stages that a calibration does not predict yet."""
     for one in found:
         run, model = one.run, _model_of(one.run)
         alone, beside_others = _stage(run, known, None), _stage(run, known, num_cores())
@@ -204,34 +188,28 @@ def _with_pipelines(known: Calibration, found: Sequence[Measured]) -> Calibratio
             max(0.0, (taken / together - 1) * lonely / blocks)
             for taken, together, lonely in zip((one.forward, one.backward), beside_others, alone, strict=True)
         )
-        besides.append(Beside("pipeline", _size(run, "pipeline", model), *longer))
-    return replace(known, besides=(*known.besides, *besides))
+        yield Beside("pipeline", _size(run, "pipeline", model), *longer)
 
 
 def _stage(run: Run, known: Calibration, cores: int | None) -> Passes:
     """Return the mean seconds that a calibration predicts for a pipeline's stages, on actors that may share cores."""
-    schedule = check_run(run)["train"]
-    costs = calibrated_costs(run, world_of(run), _counts(run), schedule, known, cores)
-    actions = [action for row in schedule.rows for action in row]
+    sized = _sized(run)
+    costs = calibrated_costs(sized, known, cores)
+    actions = [action for row in sized.schedule.rows for action in row]
     forward, backward = (statistics.fmean(costs.of(one) for one in actions if one.op is op) for op in (Op.F, Op.B))
     return Passes(forward, backward)
 
 
 def _process(found: Measured) -> int:
     """Return the bytes of an actor's process without the memory of its run."""
-    run, schedule = found.run, check_run(found.run)["train"]
-    world, counts = world_of(run), counts_of(run, schedule, None)
-    memory = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)[0]
+    sized = _sized(found.run)
+    memory = worker_memory(sized, from_flops(sized).timeline)[0]
     return max(1, round(found.peak) - (memory.peak - memory.process))
 
 
 def _update(found: Sequence[Measured]) -> MeasuredUpdate:
     """Fit the seconds of an update by tensor and by parameter."""
-    terms = [(1.0, float(_tensors(one.run)), float(max(_counts(one.run).held))) for one in found]
+    counts = [_sized(one.run).counts for one in found]
+    terms = [(1.0, float(sum(units.tensors for units in one.units)), float(max(one.held))) for one in counts]
     step, tensor, parameter = relative_fit(terms, [one.step for one in found])
     return MeasuredUpdate(max(0.0, step), max(0.0, tensor), max(0.0, parameter))
-
-
-def _tensors(run: Run) -> int:
-    """Return the number of a run's tensors of weights."""
-    return sum(units.tensors for units in _counts(run).units)

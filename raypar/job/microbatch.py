@@ -14,7 +14,7 @@ from raypar.config.run import check_run, unrecorded
 from raypar.errors import ConfigError, JobError
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import before_run
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.formatting import size
 
 #: Takes steps of a run and returns the largest memory of its actors in them, in bytes; None if that ran out.
@@ -112,10 +112,9 @@ def _sizes(run: Run) -> Iterator[Run]:
 
 def _forecast(run: Run) -> int:
     """Return the bytes of the largest actor."""
-    schedule, world = check_run(run)["train"], world_of(run)
-    counts = counts_of(run, schedule, None)
-    predicted = before_run(run, world, counts, schedule)
-    return max(one.total for one in worker_memory(run, world, counts, predicted.timeline, predicted.process))
+    sized = SizedRun.of(run, check_run(run)["train"])
+    predicted = before_run(sized)
+    return max(one.total for one in worker_memory(sized, predicted.timeline, predicted.process))
 
 
 def _room(run: Run) -> int:

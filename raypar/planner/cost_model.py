@@ -13,32 +13,29 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import core_cost, split_layers, transformer_costs
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
 from raypar.actors.specs.recompute import Recompute, word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
 from raypar.planner.assumed_rates import Rates, halving_seconds, rates_of
-from raypar.planner.memory.worker import ParameterCounts, element_bytes
+from raypar.planner.memory.worker import element_bytes
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.action import Op
 from raypar.schedules.float_sum import float_sum
-from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.simulate import Costs
 
 
-def seconds_of_run(run: Run, world: World, counts: ParameterCounts, schedule: Schedule, rates: Rates) -> Costs:
+def seconds_of_run(sized: SizedRun, rates: Rates) -> Costs:
     """Return the estimated durations of the actions of a run's training step, in seconds.
 
     The FLOPs of the user's own Layers are not known: their unit is the forward of a stage, and messages cost nothing.
 
     Args:
-        run: The run.
-        world: Its ranks.
-        counts: Its parameters.
-        schedule: The lowered schedule of a training step.
+        sized: The run.
         rates: What an actor does in a second.
     """
+    run, _, counts, schedule = sized
     costs = costs_of_run(run, schedule.num_stages)
     if not isinstance(run.model, Transformer):
         return costs
@@ -49,30 +46,29 @@ def seconds_of_run(run: Run, world: World, counts: ParameterCounts, schedule: Sc
     boundary = element_bytes(run).weight * run.model.hidden * tokens / parts
     return replace(
         costs,
-        of_stage=computing | _exchanges(run, world, counts, rates, placement),
-        step=seconds_after_update(run, world, counts, schedule, rates),
+        of_stage=computing | _exchanges(sized, rates),
+        step=seconds_after_update(sized, rates),
         link=rates.message(boundary),
         reduce_beside=True,
         units=min(units.count for units in counts.units),
     )
 
 
-def seconds_after_update(run: Run, world: World, counts: ParameterCounts, schedule: Schedule, rates: Rates) -> float:
+def seconds_after_update(sized: SizedRun, rates: Rates) -> float:
     """Return the seconds of the messages after an update, on the pipeline rank where they take longest; the arguments
     are those of ``seconds_of_run``."""
-    stages = map(schedule.stages_of, range(schedule.num_ranks))
-    return max(_messages_after_update(run, world, counts, rates, each) for each in stages)
+    stages = map(sized.schedule.stages_of, range(sized.schedule.num_ranks))
+    return max(_messages_after_update(sized, rates, each) for each in stages)
 
 
-def _exchanges(
-    run: Run, world: World, counts: ParameterCounts, rates: Rates, placement: Sequence[int]
-) -> dict[tuple[int, Op], float]:
+def _exchanges(sized: SizedRun, rates: Rates) -> dict[tuple[int, Op], float]:
     """Return the seconds of every stage's UNSHARD and REDUCE_GRAD. Offloaded tensors are moved as a whole."""
+    run, world, counts, schedule = sized
     each = element_bytes(run)
     twice = 1 if world.sharded or world.servers or world.offload != "none" else 2
     found: dict[tuple[int, Op], float] = {}
     for stage, units in enumerate(counts.units):
-        sharers = world.owners if world.sharded else world.replicas_at(placement[stage])
+        sharers = world.owners if world.sharded else world.replicas_at(schedule.placement[stage])
         part = 1.0 if world.servers or world.offload != "none" else 1 - 1 / sharers
         moved = units.gathered if world.offload == "none" else units.whole
         gradients = each.gradient * moved
@@ -82,10 +78,9 @@ def _exchanges(
     return found
 
 
-def _messages_after_update(
-    run: Run, world: World, counts: ParameterCounts, rates: Rates, stages: Sequence[int]
-) -> float:
+def _messages_after_update(sized: SizedRun, rates: Rates, stages: Sequence[int]) -> float:
     """Return the seconds of the messages after the update of a pipeline rank with these stages."""
+    run, world, counts, _ = sized
     each, held = element_bytes(run), sum(counts.units[stage].gathered for stage in stages)
     seconds = 0.0
     if (world.sharded or world.servers) and not world.gathers:

@@ -14,7 +14,6 @@ from importlib.metadata import version
 
 from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.machine.this_machine import computes_here, device_kind
-from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
@@ -24,11 +23,11 @@ from raypar.planner.calibrated.calibrated_costs import calibrated_costs
 from raypar.planner.calibrated.calibration import Calibration
 from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, found_calibration
 from raypar.planner.cost_model import seconds_of_run
-from raypar.planner.memory.worker import ParameterCounts
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.action import COMPUTE, Op
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.measured_costs import costs_of
-from raypar.schedules.simulation.simulate import outcome, simulate
+from raypar.schedules.simulation.simulate import Costs, outcome, simulate
 from raypar.schedules.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -103,20 +102,20 @@ class Prediction:
         return _LEAVES_OUT[self.source]
 
 
-def before_run(run: Run, world: World, counts: ParameterCounts, schedule: Schedule) -> Prediction:
+def before_run(sized: SizedRun) -> Prediction:
     """Predict a step of a run before it starts: from the calibration, if there is one that fits the run, else as
     ``from_flops`` does.
 
-    A calibration that can't be read is logged, and not used. The arguments are those of ``from_flops``.
+    A calibration that can't be read is logged, and not used. The argument is that of ``from_flops``.
     """
     try:
         calibration = found_calibration()
     except ConfigError as error:
         log.warning("predicted without a calibration: %s", "; ".join(error.faults))
         calibration = None
-    if calibration is None or calibration_misfits(run, calibration):
-        return from_flops(run, world, counts, schedule)
-    return from_calibration(run, world, counts, schedule, calibration)
+    if calibration is None or calibration_misfits(sized.run, calibration):
+        return from_flops(sized)
+    return from_calibration(sized, calibration)
 
 
 def why_uncalibrated(run: Run) -> str:
@@ -177,46 +176,39 @@ def _not_measured(run: Run) -> Iterator[str]:
         yield f"a calibration is of whole sequences, and the run has token_slices={run.token_slices}"
 
 
-def from_calibration(
-    run: Run, world: World, counts: ParameterCounts, schedule: Schedule, calibration: Calibration
-) -> Prediction:
+def from_calibration(sized: SizedRun, calibration: Calibration) -> Prediction:
     """Predict a step of a run before it starts, from what was measured on its machine.
 
     Args:
-        run: The run, which the calibration fits.
-        world: Its ranks.
-        counts: Its parameters.
-        schedule: The lowered schedule of a training step.
+        sized: The run, which the calibration fits.
         calibration: What was measured.
     """
-    cores = num_cores() if computes_here(run.device) else None
-    costs = calibrated_costs(run, world, counts, schedule, calibration, cores)
-    computing = {key: seconds for key, seconds in costs.of_stage.items() if key[1] in COMPUTE}
-    alone = outcome(schedule, replace(costs, of_stage=computing, step=0.0))
-    timeline = simulate(schedule, costs)
-    each = alone.makespan / schedule.num_steps
-    return Prediction(timeline, FROM_CALIBRATION, each, calibration.call, calibration.process)
+    costs = calibrated_costs(sized, calibration, num_cores() if computes_here(sized.run.device) else None)
+    timeline, alone = simulate(sized.schedule, costs), _seconds_alone(sized.schedule, costs)
+    return Prediction(timeline, FROM_CALIBRATION, alone, calibration.call, calibration.process)
 
 
-def from_flops(run: Run, world: World, counts: ParameterCounts, schedule: Schedule) -> Prediction:
+def from_flops(sized: SizedRun) -> Prediction:
     """Predict a step of a run before it starts, from the FLOPs of its layers, if they are known, and its messages.
 
     Args:
-        run: The run.
-        world: Its ranks.
-        counts: Its parameters.
-        schedule: The lowered schedule of a training step.
+        sized: The run.
     """
+    run, _, _, schedule = sized
     source = FROM_FLOPS if isinstance(run.model, Transformer) else IN_SLOTS
-    costs = seconds_of_run(run, world, counts, schedule, rates_of(run))
-    computing = {key: seconds for key, seconds in costs.of_stage.items() if key[1] in COMPUTE}
-    alone = outcome(schedule, replace(costs, of_stage=computing, step=0.0))
+    costs = seconds_of_run(sized, rates_of(run))
     timeline, least = simulate(schedule, costs), 0.0
     if isinstance(run.model, Transformer):
         layers = split_layers(run.split, transformer_costs(run.model), schedule.num_stages)
         held = (sum(len(layers[stage]) for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
         least = max(held) * run.microbatches * block_seconds(run) / (1 - timeline.bubble)
-    return Prediction(timeline, source, alone.makespan / schedule.num_steps, least=least)
+    return Prediction(timeline, source, _seconds_alone(schedule, costs), least=least)
+
+
+def _seconds_alone(schedule: Schedule, costs: Costs) -> float:
+    """Return the seconds of a step without gathers, reductions and what comes after the update."""
+    computing = {key: seconds for key, seconds in costs.of_stage.items() if key[1] in COMPUTE}
+    return outcome(schedule, replace(costs, of_stage=computing, step=0.0)).makespan / schedule.num_steps
 
 
 def from_steps(measured: Timeline, before: Sequence[Timeline]) -> Prediction:

@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 
 from raypar.actors.machine.files import expanded
 from raypar.actors.machine.this_machine import computes_here, free_disk, free_memory, total_memory
-from raypar.actors.mesh.mesh import AXES, Mesh
+from raypar.actors.mesh.mesh import AXES
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.models.tiles.tile_names import tile_patterns
-from raypar.actors.optim.groups import is_matrix
 from raypar.actors.specs.model import Layers
-from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.planner.memory.all_actors import actors_memory
-from raypar.planner.memory.worker import ActorMemory, ParameterCounts, element_bytes, states_of
+from raypar.planner.memory.worker import ActorMemory, element_bytes, states_of
 from raypar.planner.prediction import from_flops
-from raypar.planner.sizes.owner_shares import largest_share
 from raypar.planner.sizes.parameters import (
     active_parameters,
     adapter_parameters,
     num_parameters,
     stage_parameters,
 )
-from raypar.planner.sizes.tensors import Stage, Weight, held_count, held_tensors, tensors_by_stage, user_tensors
-from raypar.planner.sizes.units import Units
+from raypar.planner.sizes.sized_run import ParameterCounts, SizedRun
 from raypar.schedules.formatting import short_count, size
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
@@ -93,8 +86,8 @@ def need_rows(
         step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
         process: Bytes of an actor's process without a run, if they were measured.
     """
-    world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    found = actors_memory(run, world, counts, timeline, process)
+    sized = SizedRun.of(run, schedule, skeleton)
+    world, counts, found = sized.world, sized.counts, actors_memory(sized, timeline, process)
     workers, others = found
     rows = [("parameters", _parameters(run, schedule, skeleton, counts.held))]
     most = max(range(len(workers)), key=lambda rank: workers[rank].peak)
@@ -130,9 +123,8 @@ def memory_faults(
     room = None if run.offload_folder is None or replaces else free_disk(expanded(run.offload_folder))
     if has is None and room is None:
         return
-    world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    timeline = from_flops(run, world, counts, schedule).timeline
-    found = actors_memory(run, world, counts, timeline)
+    sized = SizedRun.of(run, schedule, skeleton)
+    world, found = sized.world, actors_memory(sized, from_flops(sized).timeline)
     offloaded = found.in_all(world, lambda memory: memory.offloaded)
     if room is not None and offloaded > room:
         yield (
@@ -156,59 +148,8 @@ def memory_faults(
 
 def memory_in_all(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: Callable[[ActorMemory], int]) -> int:
     """Add up a kind of memory over all actors of a run, in bytes. The first arguments are those of ``need_rows``."""
-    world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    timeline = from_flops(run, world, counts, schedule).timeline
-    return actors_memory(run, world, counts, timeline).in_all(world, of)
-
-
-def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> ParameterCounts:
-    """Count the parameters of a run, by where they are. The arguments are those of ``need_rows``."""
-    world, model, mesh = world_of(run), run.model, run.mesh
-    stages = _stages(run, schedule, skeleton)
-    weights = held_tensors(stages, schedule)
-    counts = ParameterCounts(
-        held=[*map(held_count, weights)],
-        units=[Units.of(stage, tile_patterns(model, run.tile), experts_stay=world.experts_stay) for stage in stages],
-        matrices=_matrices(run, weights),
-        experts=[held_count(one for one in held if one.is_expert) for held in weights],
-    )
-    if mesh.expert_actors:
-        with_some = replace(run, mesh=Mesh(pp=mesh.pp, dp=mesh.expert_actors, ep=mesh.expert_actors))
-        every = held_tensors(_stages(with_some, schedule, skeleton), schedule)
-        own = [[one for one in held if one.is_expert] for held in every]
-        counts = replace(counts, apart=ParameterCounts([*map(held_count, own)], (), _matrices(run, own)))
-    if isinstance(model, Layers):
-        return counts
-    if model.lora is not None:
-        whole = _stages(replace(run, model=replace(model, lora=None)), schedule, skeleton)
-        return replace(counts, frozen=[*map(held_count, held_tensors(whole, schedule))])
-    if run.tile == 1 and not mesh.is_uneven and world.sharded:
-        return replace(counts, shares=[largest_share(held, world, partial(_is_of_muon, run)) for held in weights])
-    return counts
-
-
-def _stages(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Sequence[Stage]:
-    """Return the tensors of an actor of each stage."""
-    if isinstance(run.model, Layers):
-        return user_tensors(run, schedule.num_stages, skeleton or Skeleton(run.model, run.seed))
-    placement, mesh = schedule.placement, run.mesh
-    if mesh.rank_tp:
-        each = {tp: _stages(replace(run, mesh=Mesh(pp=mesh.pp, tp=tp)), schedule, skeleton) for tp in {*mesh.rank_tp}}
-        return [each[mesh.tp_of(rank)][stage] for stage, rank in enumerate(placement)]
-    ties = placement[0] == placement[-1]
-    return tensors_by_stage(run.model, run.split, schedule.num_stages, mesh, run.zero_units, ties=ties)
-
-
-def _matrices(run: Run, weights: Sequence[Sequence[Weight]]) -> list[int]:
-    """Count the parameters of each pipeline rank that Muon updates; [] if the optimizer is another one."""
-    if not isinstance(run.optim, Muon):
-        return []
-    each = [[one for weight in held for one in weight.each()] for held in weights]
-    return [held_count(one for one in held if _is_of_muon(run, one)) for held in each]
-
-
-def _is_of_muon(run: Run, weight: Weight) -> bool:
-    return isinstance(run.optim, Muon) and is_matrix(run.optim, weight.name, weight.dims)
+    sized = SizedRun.of(run, schedule, skeleton)
+    return actors_memory(sized, from_flops(sized).timeline).in_all(sized.world, of)
 
 
 def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: Sequence[int]) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from raypar.actors.mesh.world import World
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
-from raypar.planner.memory.worker import ParameterCounts, element_bytes
+from raypar.planner.memory.worker import element_bytes
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.memory import traffic
@@ -18,7 +18,7 @@ from raypar.schedules.simulation.memory import traffic
 Sent = Counter[tuple[str, str]]
 
 
-def step_traffic(run: Run, world: World, counts: ParameterCounts, schedule: Schedule) -> dict[tuple[str, str], int]:
+def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
     """Return the bytes that an actor sends in a step, on average over the pipeline rank that sends most.
 
     An all_reduce over N replicas sends 2 (N - 1) / N of the gradients. A reduction to their owners, a broadcast of what
@@ -27,10 +27,7 @@ def step_traffic(run: Run, world: World, counts: ParameterCounts, schedule: Sche
     hold the same ones, and their tokens go by all_to_all. The vote that opens the STEP, a few numbers, is left out.
 
     Args:
-        run: The run.
-        world: Its ranks.
-        counts: Its parameters.
-        schedule: The lowered schedule of a training step.
+        sized: The run.
 
     Returns:
         The bytes by axis and op, as ``job.ledger()`` has them; {} if there are no replicas, and nobody to send tokens
@@ -38,7 +35,9 @@ def step_traffic(run: Run, world: World, counts: ParameterCounts, schedule: Sche
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", section 7.
     """
-    schedule = first_steps(schedule, 1) if schedule.stream else schedule
+    run, world, counts, schedule = sized
+    if schedule.stream:
+        sized = sized._replace(schedule=first_steps(schedule, 1))
     sent = [Sent() for _ in counts.held]
     if world.replicas > 1 and not world.servers:
         dense = [(units.whole - units.experts, units.tensors - units.expert_tensors) for units in counts.units]
@@ -46,40 +45,33 @@ def step_traffic(run: Run, world: World, counts: ParameterCounts, schedule: Sche
         if world.mesh.is_uneven:  # each pipeline rank by itself
             for rank, found in enumerate(sent):
                 alone = [Sent() for _ in sent]
-                _add_replicas(alone, run, world, dense, schedule, world.replicas_at(rank), "dp")
+                _add_replicas(alone, sized, dense, world.replicas_at(rank), "dp")
                 found.update(alone[rank])
         else:
-            _add_replicas(sent, run, world, dense, schedule, shards, "shard" if world.hybrid else "dp")
+            _add_replicas(sent, sized, dense, shards, "shard" if world.hybrid else "dp")
     if world.experts is not None:
         if world.expert_replicas > 1:
             of_experts = [(units.experts, units.expert_tensors) for units in counts.units]
-            _add_replicas(sent, run, world, of_experts, schedule, world.expert_replicas, "edp")
+            _add_replicas(sent, sized, of_experts, world.expert_replicas, "edp")
         if isinstance(run.model, Transformer):
-            _add_tokens(sent, run, run.model, schedule)
+            _add_tokens(sent, run, run.model, sized.schedule)
     most = max(sent, key=Counter.total)
     return dict(most)
 
 
 def _add_replicas(
-    sent: Sequence[Sent],
-    run: Run,
-    world: World,
-    held: Sequence[tuple[int, int]],
-    schedule: Schedule,
-    shards: int,
-    axis: str,
+    sent: Sequence[Sent], sized: SizedRun, held: Sequence[tuple[int, int]], shards: int, axis: str
 ) -> None:
     """Add what replicas send of weights and gradients, by pipeline rank.
 
     Args:
         sent: The bytes by axis and op, of each pipeline rank.
-        run: The run.
-        world: Its ranks.
+        sized: The run.
         held: By stage, the parameters that the same replicas hold, and the number of their tensors.
-        schedule: The lowered schedule of a training step.
         shards: Number of the replicas, or of those that share the weights out.
         axis: The axis of their group.
     """
+    run, world, _, schedule = sized
     each = element_bytes(run)
     weights = [each.weight * count for count, _ in held]
     gradients = [each.gradient * (count + tensors) for count, tensors in held]

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import IN_SLOTS, Prediction, before_run, better_calibration
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.run_folder.forecast import Forecast
 from raypar.schedules.formatting import milliseconds, size
 from raypar.schedules.schedule import Schedule
@@ -50,9 +49,9 @@ def forecast_of(
         step: Number of steps taken before.
         prediction: The prediction of a step, if it is known; None to make it.
     """
-    world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    found = prediction or before_run(run, world, counts, schedule)
-    memory = worker_memory(run, world, counts, found.timeline, found.process)
+    sized = SizedRun.of(run, schedule, skeleton)
+    found = prediction or before_run(sized)
+    memory = worker_memory(sized, found.timeline, found.process)
     is_known = found.source != IN_SLOTS
     peaks = tuple(one.peak for one in memory) if all(one.activations is not None for one in memory) else ()
     better = better_calibration(run, found)

@@ -26,8 +26,9 @@ from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration_file import found_calibration
 from raypar.planner.hardware.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
 from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, calibration_misfits, cautions
-from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_text, counts_of, need_rows
+from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_text, need_rows
 from raypar.planner.rules_of_thumb import pipeline_advice
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
 from raypar.reporting.forecasting import forecast_and_measured, forecast_of
@@ -68,7 +69,7 @@ def plan_rows(
         Rows of a name and a figure.
     """
     skeleton, world = skeleton or Skeleton(run.model, run.seed), world_of(run)
-    prediction = before_run(run, world, counts_of(run, schedule, skeleton), schedule)
+    prediction = before_run(SizedRun.of(run, schedule, skeleton))
     left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
     rows = [("actors", actors_text(run, origins)), ("steps", f"{run.steps:,} of {_batch_text(run)}{left}")]
     if run.resources != Resources():
@@ -267,7 +268,7 @@ def closing_rows(
     Returns:
         Rows of a name and a figure.
     """
-    prediction = before_run(run, world_of(run), counts_of(run, schedule, None), schedule)
+    prediction = before_run(SizedRun.of(run, schedule))
     forecast = forecast_of(run, schedule, None, prediction=prediction)
     last = reports[-1]
     steady = reports[1:] or reports

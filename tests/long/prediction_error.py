@@ -26,7 +26,6 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.calibration.calibrate import calibrate
 from raypar.config.run import check_run
 from raypar.job.job import Job
@@ -34,7 +33,7 @@ from raypar.job.launch import launch
 from raypar.planner.calibrated.calibration import Calibration
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_calibration, from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 
 _MOST, _MOST_MEDIAN, _MOST_MEMORY, _ALIKE = 0.10, 0.05, 0.05, 0.03
 GPT_S = GPT(layers=4, hidden=128, heads=4, seq=128)
@@ -125,11 +124,11 @@ def in_turns(chosen: Mapping[str, Run], turns: int, steps: int) -> dict[str, lis
 def error_of(name: str, run: Run, taken: Sequence[float], calibration: Calibration) -> Error:
     """Return what a layout is predicted to take beside what it took."""
     schedule = check_run(run)["train"]
-    world, counts = world_of(run), counts_of(run, schedule, None)
+    sized = SizedRun.of(run, schedule)
     return Error(
         name,
-        from_flops(run, world, counts, schedule).step,
-        from_calibration(run, world, counts, schedule, calibration).step,
+        from_flops(sized).step,
+        from_calibration(sized, calibration).step,
         tuple(taken),
     )
 
@@ -147,9 +146,9 @@ def of_rounds(errors: Sequence[Error]) -> Error:
 def peak_error(name: str, run: Run, calibration: Calibration) -> float:
     """Take three steps of a layout on actors of its own, and return how far its peak is from the forecast."""
     schedule = check_run(run)["train"]
-    world, counts = world_of(run), counts_of(run, schedule, None)
-    predicted = from_calibration(run, world, counts, schedule, calibration)
-    forecast = max(one.peak for one in worker_memory(run, world, counts, predicted.timeline, predicted.process))
+    sized = SizedRun.of(run, schedule)
+    predicted = from_calibration(sized, calibration)
+    forecast = max(one.peak for one in worker_memory(sized, predicted.timeline, predicted.process))
     with launch(run) as job:
         peak = max(max(job.step().peak_memory) for _ in range(3))
     error = forecast / peak - 1

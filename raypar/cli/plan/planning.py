@@ -18,7 +18,6 @@ from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.cli.plan.zero_levels import placed, zero_levels_table
 from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
@@ -34,12 +33,12 @@ from raypar.planner.calibrated.calibration_file import calibration_faults, calib
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import ReadCluster, cluster_from, cluster_of
 from raypar.planner.prediction import calibration_misfits, from_calibration, why_uncalibrated
-from raypar.planner.resource_needs import counts_of
 from raypar.planner.rules_of_thumb import advice
 from raypar.planner.search.explained import SHOWN, lost, memory_text, mesh_table, reasons, step_bars, what_is_missing
 from raypar.planner.search.ranking import ALIKE, Candidate, Price, Ranking, largest_divided, ranked, smallest
 from raypar.planner.search.space import Space, axis_faults
 from raypar.planner.sizes.parameters import num_parameters
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.timing.messages import LADDER
 from raypar.schedules.formatting import short_count, three_digit_seconds
 
@@ -133,8 +132,7 @@ def _price(args: PlanArgs, cluster: Cluster) -> Price | None:
         """Return the seconds of a step; None if the calibration is not of such runs."""
         if calibration_misfits(run, calibration):
             return None
-        schedule = check_run(run)["train"]
-        return from_calibration(run, world_of(run), counts_of(run, schedule, None), schedule, calibration).step
+        return from_calibration(SizedRun.of(run, check_run(run)["train"]), calibration).step
 
     return price
 

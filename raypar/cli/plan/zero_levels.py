@@ -12,7 +12,8 @@ from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
-from raypar.planner.resource_needs import Rows, actors_text, counts_of, kinds_of
+from raypar.planner.resource_needs import Rows, actors_text, kinds_of
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.traffic import step_traffic
 from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.action import Op
@@ -70,12 +71,11 @@ def _at_level(run: Run, level: Zero) -> Run:
 
 def _column(run: Run) -> Rows:
     """Return the memory of each pipeline rank by kind, and the bytes that an actor sends, by names."""
-    schedule = check_run(run)["train"]
-    world, counts = world_of(run), counts_of(run, schedule, None)
-    prediction = before_run(run, world, counts, schedule)
-    found = actors_memory(run, world, counts, prediction.timeline, prediction.process)
+    sized = SizedRun.of(run, check_run(run)["train"])
+    prediction = before_run(sized)
+    found = actors_memory(sized, prediction.timeline, prediction.process)
     each = [(f"pp={rank}" if len(found.workers) > 1 else "", memory) for rank, memory in enumerate(found.workers)]
-    other = "server" if world.servers else "experts"
+    other = "server" if sized.world.servers else "experts"
     each += [(f"{other} of pp={rank}", memory) for rank, memory in enumerate(found.others)]
     rows = []
     for actor, memory in each:
@@ -84,6 +84,6 @@ def _column(run: Run) -> Rows:
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
     seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
-    for (axis, op), sent in step_traffic(run, world, counts, schedule).items():
+    for (axis, op), sent in step_traffic(sized).items():
         rows.append((f"sent in a step, {axis} {op}", size(sent)))
     return rows

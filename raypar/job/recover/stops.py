@@ -12,7 +12,8 @@ from raypar.cluster.nodes.nodes import facts_of, living_nodes
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.planner.hardware.stop_wait import outlasts, stop_wait
 from raypar.planner.prediction import IN_SLOTS, before_run
-from raypar.planner.resource_needs import counts_of, memory_in_all
+from raypar.planner.resource_needs import memory_in_all
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.formatting import size
 
 log = logging.getLogger(__name__)
@@ -78,8 +79,7 @@ class Stops:
 
 def _predicted(loaded: LoadedRun) -> float:
     """Return the seconds that a step is predicted to take; 0 if it is not."""
-    run, schedule = loaded.run, loaded.schedule
-    prediction = before_run(run, loaded.world, counts_of(run, schedule, loaded.skeleton), schedule)
+    prediction = before_run(SizedRun.of(loaded.run, loaded.schedule, loaded.skeleton))
     return 0.0 if prediction.source == IN_SLOTS else prediction.step
 
 

@@ -21,7 +21,8 @@ from raypar.actors.specs.run import Run
 from raypar.planner.assumed_rates import Rates
 from raypar.planner.calibrated.calibration import Calibration, Kind
 from raypar.planner.cost_model import seconds_after_update, seconds_of_run
-from raypar.planner.memory.worker import ParameterCounts, element_bytes
+from raypar.planner.memory.worker import element_bytes
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.rules import MAKES_GRADIENTS
@@ -100,22 +101,18 @@ def _mlp(model: Transformer, rows: float, hidden: float, width: float) -> list[t
     return [*([(rows, hidden, width)] * (model.mlp_matrices - 1)), (rows, width, hidden)]
 
 
-def calibrated_costs(
-    run: Run, world: World, counts: ParameterCounts, schedule: Schedule, calibration: Calibration, cores: int | None
-) -> Costs:
+def calibrated_costs(sized: SizedRun, calibration: Calibration, cores: int | None) -> Costs:
     """Return the durations of the actions, in seconds.
 
     Args:
-        run: The run, of a GPT or Llama.
-        world: Its ranks.
-        counts: Its parameters.
-        schedule: The lowered schedule of a training step.
+        sized: The run, of a GPT or Llama.
         calibration: What was measured.
         cores: Number of cores that the actors share; None if each has its own device.
     """
+    run, world, counts, schedule = sized
     model = run.model
     assert isinstance(model, Transformer)
-    costs = seconds_of_run(run, world, counts, schedule, _rates(calibration, max(2, world.replicas)))
+    costs = seconds_of_run(sized, _rates(calibration, max(2, world.replicas)))
     of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
     stages = split_layers(run.split, transformer_costs(model), schedule.num_stages)
     for stage, blocks in enumerate(stages):
@@ -129,41 +126,35 @@ def calibrated_costs(
     costs = replace(
         costs,
         of_stage=of_stage,
-        step=step_seconds(run, world, counts, schedule, calibration),
+        step=step_seconds(sized, calibration),
         link=calibration.group("p2p", 2, boundary) + calibration.message,
         reduce_beside=costs.reduce_beside and (cores is None or world.size < cores),
     )
-    costs = replace(costs, of_action=_last_backwards(costs, world, counts, schedule, stages, calibration))
+    costs = replace(costs, of_action=_last_backwards(costs, sized, stages, calibration))
     return costs if cores is None else _sharing(costs, schedule, world.size / schedule.num_ranks, cores, calibration)
 
 
-def step_seconds(
-    run: Run, world: World, counts: ParameterCounts, schedule: Schedule, calibration: Calibration
-) -> float:
+def step_seconds(sized: SizedRun, calibration: Calibration) -> float:
     """Return the seconds of a STEP among actors with cores of their own; the arguments are those of
     ``calibrated_costs``."""
+    run, world, counts, schedule = sized
     owners = world.owners if run.zero != 0 else 1
     tensors = max(
         sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
     )
     updated, update = max(counts.held) / owners, calibration.update
     seconds = update.step + tensors / owners * update.tensor + updated * update.parameter
-    rates = _rates(calibration, max(2, world.replicas))
-    seconds += seconds_after_update(run, world, counts, schedule, rates)
+    seconds += seconds_after_update(sized, _rates(calibration, max(2, world.replicas)))
     if owners > 1 and not world.gathers:
         seconds += calibration.beside("shared", max(counts.held))[1]
     return seconds
 
 
 def _last_backwards(
-    costs: Costs,
-    world: World,
-    counts: ParameterCounts,
-    schedule: Schedule,
-    stages: Sequence[range],
-    calibration: Calibration,
+    costs: Costs, sized: SizedRun, stages: Sequence[range], calibration: Calibration
 ) -> dict[Action, float]:
     """Return the durations of the last backward of each stage whose gradients are summed over replicas, once a step."""
+    _, world, counts, schedule = sized
     found: dict[Action, float] = {}
     if not world.reduces or world.frees_buckets:
         return found

@@ -8,12 +8,10 @@ from typing import NamedTuple
 from raypar.actors.machine.this_machine import device_kind
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
-from raypar.actors.specs.run import Run
 from raypar.planner.memory.activations import most_kept
 from raypar.planner.memory.worker import (
     WORKING_OF,
     ActorMemory,
-    ParameterCounts,
     element_bytes,
     offloaded_bytes,
     process_and_snapshots,
@@ -21,24 +19,16 @@ from raypar.planner.memory.worker import (
     states_of,
     worker_memory,
 )
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.timeline import Timeline
 
 
-def others_memory(
-    run: Run, world: World, counts: ParameterCounts, timeline: Timeline, process: int | None = None
-) -> list[ActorMemory]:
-    """Estimate the memory of an expert actor or a server of each pipeline rank; empty if the run has only workers.
-
-    The arguments are those of ``worker_memory``.
-    """
-    return expert_memory(run, world, counts, timeline, process) or server_memory(run, world, counts, process)
-
-
-def server_memory(run: Run, world: World, counts: ParameterCounts, process: int | None = None) -> list[ActorMemory]:
+def server_memory(sized: SizedRun, process: int | None = None) -> list[ActorMemory]:
     """Estimate the memory of a parameter server of each pipeline rank; empty if the run has none.
 
     The arguments are those of ``worker_memory``.
     """
+    run, world, counts, _ = sized
     if not world.servers:
         return []
     each, servers, found = element_bytes(run), world.servers, []
@@ -57,13 +47,12 @@ def server_memory(run: Run, world: World, counts: ParameterCounts, process: int 
     return found
 
 
-def expert_memory(
-    run: Run, world: World, counts: ParameterCounts, timeline: Timeline, process: int | None = None
-) -> list[ActorMemory]:
+def expert_memory(sized: SizedRun, timeline: Timeline, process: int | None = None) -> list[ActorMemory]:
     """Estimate the memory of an expert actor of each pipeline rank at an even load; empty if the run has none.
 
     What passes through its device if its experts are offloaded is left out. Arguments: see ``worker_memory``.
     """
+    run, world, counts, _ = sized
     if (own := counts.apart) is None:
         return []
     each = element_bytes(run)
@@ -103,11 +92,7 @@ class ActorsMemory(NamedTuple):
         return held + sum(map(of, self.others)) * (world.servers + world.mesh.expert_actors)
 
 
-def actors_memory(
-    run: Run, world: World, counts: ParameterCounts, timeline: Timeline, process: int | None = None
-) -> ActorsMemory:
+def actors_memory(sized: SizedRun, timeline: Timeline, process: int | None = None) -> ActorsMemory:
     """Estimate the memory of all actors of a run. The arguments are those of ``worker_memory``."""
-    return ActorsMemory(
-        workers=worker_memory(run, world, counts, timeline, process),
-        others=others_memory(run, world, counts, timeline, process),
-    )
+    others = expert_memory(sized, timeline, process) or server_memory(sized, process)
+    return ActorsMemory(worker_memory(sized, timeline, process), others)

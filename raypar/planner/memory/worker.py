@@ -38,7 +38,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.memory.activations import ELEMENT_BYTES, most_kept, uneven_load
 from raypar.planner.memory.snapshots import snapshot_counts
-from raypar.planner.sizes.owner_shares import OwnerShare
+from raypar.planner.sizes.sized_run import ParameterCounts, SizedRun
 from raypar.planner.sizes.units import Units
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
@@ -179,29 +179,6 @@ def element_bytes(run: Run) -> ElementBytes:
 
 
 @dataclass(frozen=True)
-class ParameterCounts:
-    """How many parameters a run has, by where they are.
-
-    Attributes:
-        held: By pipeline rank, those of a worker, before ZeRO shards them.
-        units: By stage, those that are gathered together.
-        matrices: By pipeline rank, those that Muon updates; empty if the optimizer is another one.
-        experts: By pipeline rank, those of ``held`` that are of experts which actors divide; empty if they do not.
-        apart: Those of an expert actor; None if experts have no actors of their own.
-        frozen: By pipeline rank, weights beside ``held`` that nothing updates; empty if there are none.
-        shares: By pipeline rank, what the replica that owns most has of ``held``; empty if that is not known.
-    """
-
-    held: Sequence[int]
-    units: Sequence[Units]
-    matrices: Sequence[int] = ()
-    experts: Sequence[int] = ()
-    apart: ParameterCounts | None = None
-    frozen: Sequence[int] = ()
-    shares: Sequence[OwnerShare] = ()
-
-
-@dataclass(frozen=True)
 class ActorMemory:
     """Bytes of an actor by kind, each at its most within a step.
 
@@ -259,21 +236,18 @@ class ActorMemory:
         return self.total + self.shared
 
 
-def worker_memory(
-    run: Run, world: World, counts: ParameterCounts, timeline: Timeline, process: int | None = None
-) -> list[ActorMemory]:
+def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = None) -> list[ActorMemory]:
     """Estimate the memory of a worker of each pipeline rank.
 
     Args:
-        run: The run.
-        world: Its ranks.
-        counts: Its parameters.
+        sized: The run.
         timeline: The predicted training step, which says how many activations and weights are held at a time.
         process: Bytes of an actor's process without a run, if they were measured.
 
     Returns:
         The memory by pipeline rank.
     """
+    run, world, counts, _ = sized
     each, device, schedule = element_bytes(run), device_kind(run.device), timeline.schedule
     rows = [
         schedule.rows_of(pp)[0] for pp in range(schedule.num_pipeline_ranks)
@@ -288,7 +262,7 @@ def worker_memory(
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
         in_buckets = buckets_of[rank].has_buckets
-        own, own_state = _owned(run, world, counts, rank, state)
+        own, own_state = _owned(sized, rank, state)
         summed = own if world.sharded and in_buckets else count
         gradients = each.gradient * summed if world.offload == "none" else 0
         kept = each.weight * (own if world.gathers else count)
@@ -341,16 +315,15 @@ def _working(device: DeviceKind, activations: int, uneven: int) -> int:
     return working + uneven + (activations + uneven + working if uneven and device == "cpu" else 0)
 
 
-def _owned(run: Run, world: World, counts: ParameterCounts, rank: int, state: int) -> tuple[int, int]:
+def _owned(sized: SizedRun, rank: int, state: int) -> tuple[int, int]:
     """Return what the worker that updates most of a pipeline rank updates: parameters, and elements of their state.
 
     Args:
-        run: The run.
-        world: Its ranks.
-        counts: Its parameters.
+        sized: The run.
         rank: The pipeline rank.
         state: The elements of state of all its parameters.
     """
+    run, world, counts, _ = sized
     if counts.shares:
         share = counts.shares[rank]
         return share.count, states_of(run, ParameterCounts([share.count], (), [share.matrices]))[0]

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.notebook import box, notebook_table
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.planner.memory.worker import ActorMemory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.tables.totals import unknown_actor
 from raypar.schedules.drawing.cells import lines
 from raypar.schedules.formatting import aligned, size
@@ -79,9 +78,8 @@ def memory_table(run: Run, schedule: Schedule, skeleton: Skeleton, held: Sequenc
         skeleton: The run's model without weights.
         held: What every actor holds, by rank, after a training step or before the first.
     """
-    world, counts = world_of(run), counts_of(run, schedule, skeleton)
-    timeline = from_flops(run, world, counts, schedule).timeline
-    formulas, found = actors_memory(run, world, counts, timeline), MemoryTable()
+    sized, found = SizedRun.of(run, schedule, skeleton), MemoryTable()
+    world, formulas = sized.world, actors_memory(sized, from_flops(sized).timeline)
     for rank, one in enumerate(held):
         pp, of_kind = world.pp(rank), formulas.workers if rank < world.mesh.size else formulas.others
         found[one.actor] = dict(_figures(of_kind[pp], one, _cache(run, schedule, one, pp)))

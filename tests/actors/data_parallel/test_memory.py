@@ -9,7 +9,7 @@ from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.precision import Precision
 from raypar.planner.memory.worker import ActorMemory, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from tests.support.team import Team
 
 WIDTH = 4
@@ -30,9 +30,9 @@ def held_of(**changes):
 def formulas(team) -> list[ActorMemory]:
     """The planner's figures of each actor."""
     schedule = team.programs["train"]
-    counts = counts_of(team.run, schedule, None)
-    timeline = from_flops(team.run, team.world, counts, schedule).timeline
-    found = worker_memory(team.run, team.world, counts, timeline)
+    sized = SizedRun.of(team.run, schedule)
+    timeline = from_flops(sized).timeline
+    found = worker_memory(sized, timeline)
     return [found[team.world.pp(rank)] for rank in range(team.world.mesh.size)]
 
 

@@ -12,7 +12,7 @@ from raypar.actors.models.build import build_model
 from raypar.actors.specs.lora import is_adapter
 from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.config.toml import load_run, plain_of, toml_of
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import counts_of
 from tests.support.hugging_face import VOCAB, some_ids
 from tests.support.team import Team
 

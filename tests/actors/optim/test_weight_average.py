@@ -19,7 +19,7 @@ from raypar.errors import ConfigError
 from raypar.job.start.resume import prepared
 from raypar.parity.reference import watch_plainly
 from raypar.planner.memory.worker import states_of
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import counts_of
 from tests.support.hugging_face import checkpoint_of
 from tests.support.layouts import SEQ, VOCAB, tokens
 from tests.support.relayouts import relaid

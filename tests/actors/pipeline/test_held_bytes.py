@@ -10,7 +10,7 @@ import pytest
 import raypar as rp
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.simulation.simulate import simulate
@@ -85,8 +85,8 @@ def agrees(run, shared=0.0, far=FAR):
     found = [max(one.activations.values()) for one in held]
     of_rows = [proved[world.row(rank)].activations for rank in range(world.size)]
     assert found == (pytest.approx(of_rows, rel=shared) if shared else of_rows)
-    counts = counts_of(run, schedule, None)
-    planned = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
+    sized = SizedRun.of(run, schedule)
+    planned = worker_memory(sized, from_flops(sized).timeline)
     logits = 8 * run.micro_batch_size * run.model.seq * run.model.vocab // run.mesh.tensor_ranks  # come and go in a B
     for pp, memory in enumerate(planned):
         ranks = [rank for rank in range(world.size) if world.pp(rank) == pp]

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from raypar.actors.specs.worlds import world_of
 from raypar.calibration.probes import Measured, median_of, probe_runs
 from raypar.calibration.solved import solved, without_unmeasured
 from raypar.config.run import check_run
 from raypar.planner.calibrated.calibrated_costs import stage_seconds, step_seconds
 from raypar.planner.calibrated.calibration import Beside, MeasuredUpdate
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.action import Op
 from tests.support.calibrations import known
 
@@ -46,8 +45,8 @@ BLANK = known(besides=(), action_forward=0.0, action_backward=0.0, groups=TRUE.g
 
 def measured(run, calibration):
     """What a run takes if each action takes what a calibration says."""
-    schedule = check_run(run)["train"]
-    world, counts = world_of(run), counts_of(run, schedule, None)
+    sized = SizedRun.of(run, check_run(run)["train"])
+    _, world, counts, schedule = sized
     stages, layers = schedule.num_stages, run.model.layers
     each = [range(layers * one // stages, layers * (one + 1) // stages) for one in range(stages)]
     parameters = counts.units[0].gathered / len(each[0])
@@ -65,7 +64,7 @@ def measured(run, calibration):
         later if halves else 0.0,
         found[-1][Op.F] - found[0][Op.F],
         found[-1][Op.B] - found[0][Op.B],
-        step_seconds(run, world, counts, schedule, calibration),
+        step_seconds(sized, calibration),
         calibration.message if run.mesh.pp > 1 else 0.0,
         calibration.call,
         500 << 20,

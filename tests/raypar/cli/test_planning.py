@@ -9,7 +9,6 @@ import pytest
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.optim import Muon
-from raypar.actors.specs.worlds import world_of
 from raypar.cli.plan.planning import run_plan
 from raypar.cli.train.train import train
 from raypar.cluster.placement.devices import ActorResources
@@ -21,7 +20,7 @@ from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration_file import VARIABLE, write_calibration
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from tests.support.calibrations import known
 
 BILLION = "--model.layers 24 --model.hidden 2048 --model.heads 16 --model.seq 2048 --model.vocab 50304 --batch 256"
@@ -202,9 +201,9 @@ def test_a_plan_with_offload_needs_what_the_forecast_says(tmp_path, zero):
 def forecast_gb(run):
     """The peak of the fullest actor, as a dry run says."""
     schedule = check_run(replace(run, device="cpu"))["train"]
-    counts, world = counts_of(run, schedule, None), world_of(run)
-    timeline = from_flops(run, world, counts, schedule).timeline
-    return max(need.peak for need in worker_memory(run, world, counts, timeline, 0)) / 1e9
+    sized = SizedRun.of(run, schedule)
+    timeline = from_flops(sized).timeline
+    return max(need.peak for need in worker_memory(sized, timeline, 0)) / 1e9
 
 
 def test_where_nothing_fits_states_go_to_host_memory(tmp_path):

@@ -23,7 +23,7 @@ from raypar.planner.calibrated.calibration import (
 )
 from raypar.planner.calibrated.calibration_file import VARIABLE, default_path, read_calibration, write_calibration
 from raypar.planner.prediction import FROM_CALIBRATION, FROM_FLOPS, before_run, from_calibration
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun, counts_of
 from raypar.reporting.summary import plan_rows
 from raypar.schedules.action import Op
 from tests.support.calibrations import RATE, known
@@ -34,7 +34,7 @@ MODEL = GPT(layers=4, hidden=64, heads=2, seq=64)
 def predicted(run, calibration, monkeypatch, cores=64):
     monkeypatch.setattr("raypar.planner.prediction.num_cores", lambda: cores)
     schedule = check_run(run)["train"]
-    return from_calibration(run, world_of(run), counts_of(run, schedule, None), schedule, calibration)
+    return from_calibration(SizedRun.of(run, schedule), calibration)
 
 
 def test_a_calibration_is_read_as_it_was_written(tmp_path):
@@ -194,7 +194,7 @@ def test_a_run_is_predicted_from_the_calibration_if_it_fits(monkeypatch, tmp_pat
 
     def source(run):
         schedule = check_run(run)["train"]
-        return before_run(run, world_of(run), counts_of(run, schedule, None), schedule).source
+        return before_run(SizedRun.of(run, schedule)).source
 
     assert source(run) == FROM_CALIBRATION
     assert FROM_CALIBRATION in dict(plan_rows(run, check_run(run)["train"]))["time"]
@@ -210,7 +210,7 @@ def test_a_calibration_that_cant_be_read_is_told_and_not_used(monkeypatch, tmp_p
     run = Run(model=MODEL, device="cpu")
     schedule = check_run(run)["train"]
     with caplog.at_level(logging.WARNING):
-        found = before_run(run, world_of(run), counts_of(run, schedule, None), schedule)
+        found = before_run(SizedRun.of(run, schedule))
     assert found.source == FROM_FLOPS and "raypar calibrate" in caplog.text
 
 

@@ -11,14 +11,13 @@ from raypar.actors.models.partition import core_cost, transformer_costs
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.cli.plan.zero_levels import zero_levels_table
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.planner.assumed_rates import Rates, rates_of
 from raypar.planner.cost_model import costs_of_run, seconds_of_run
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun, counts_of
 from raypar.reporting.summary import plan_rows
 from raypar.schedules.action import Action, Op
 from raypar.schedules.catalog import build
@@ -32,7 +31,7 @@ GPTS = GPT(layers=4, hidden=64, heads=4, seq=128, attention="materialised")
 
 def predicted(run, schedule=None):
     schedule = schedule or check_run(run)["train"]
-    return from_flops(run, world_of(run), counts_of(run, schedule, None), schedule)
+    return from_flops(SizedRun.of(run, schedule))
 
 
 def makespan(model, recompute):
@@ -112,9 +111,8 @@ def priced(rates, **changes):
     """The costs of a run, the bytes of its weights in fp32 by stage, and its schedule."""
     run = Run(**SHARDED | changes)
     schedule = check_run(run)["train"]
-    counts = counts_of(run, schedule, None)
-    costs = seconds_of_run(run, world_of(run), counts, schedule, rates)
-    return costs, [4 * units.whole for units in counts.units], schedule
+    sized = SizedRun.of(run, schedule)
+    return seconds_of_run(sized, rates), [4 * units.whole for units in sized.counts.units], schedule
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,12 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import Muon
-from raypar.actors.specs.worlds import world_of
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
-from raypar.planner.memory.all_actors import others_memory
-from raypar.planner.memory.worker import worker_memory
+from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of, need_rows
+from raypar.planner.resource_needs import need_rows
+from raypar.planner.sizes.sized_run import SizedRun, counts_of
 from raypar.planner.traffic import step_traffic
 from tests.support.team import Team
 
@@ -42,10 +41,8 @@ LAYOUTS = [
 
 def planned(run):
     schedule = check_run(run)["train"]
-    counts = counts_of(run, schedule, None)
-    timeline = from_flops(run, world_of(run), counts, schedule).timeline
-    memory = [of(run, world_of(run), counts, timeline) for of in (worker_memory, others_memory)]
-    return memory, counts, step_traffic(run, world_of(run), counts, schedule)
+    sized = SizedRun.of(run, schedule)
+    return actors_memory(sized, from_flops(sized).timeline), sized.counts, step_traffic(sized)
 
 
 def sent_by(team):
@@ -106,7 +103,7 @@ def test_an_actor_is_not_told_to_hold_all_experts():
     rows = []
     for run in (dense, replace(dense, mesh=Mesh(dp=4, ep=4))):
         schedule = check_run(run)["train"]
-        timeline = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule).timeline
+        timeline = from_flops(SizedRun.of(run, schedule)).timeline
         rows.append(dict(need_rows(run, schedule, None, timeline)))
     told = [row["parameters"].split("an actor holds ")[1] for row in rows]
     assert told == ["93.1 k", "42.9 k"]

@@ -23,10 +23,12 @@ from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.planner.memory.all_actors import server_memory
 from raypar.planner.memory.snapshots import snapshot_counts
-from raypar.planner.memory.worker import ActorMemory, ParameterCounts, worker_memory
+from raypar.planner.memory.worker import ActorMemory, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import actors_text, counts_of
+from raypar.planner.resource_needs import actors_text
+from raypar.planner.sizes.sized_run import ParameterCounts, SizedRun
 from raypar.reporting.summary import log_plan, plan_rows
+from raypar.schedules.catalog import build
 from tests.support.kept_activations import (  # noqa: F401  (fixtures that hold for every test)
     A,
     B,
@@ -43,9 +45,8 @@ HIDDEN = {"layers": 3, "hidden": H, "heads": A, "seq": S, "vocab": 256, "attenti
 
 def memory_of(run: Run, skeleton: Skeleton | None = None) -> list[ActorMemory]:
     schedule = check_run(run)["train"]
-    counts = counts_of(run, schedule, skeleton)
-    world = world_of(run)
-    return worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
+    sized = SizedRun.of(run, schedule, skeleton)
+    return worker_memory(sized, from_flops(sized).timeline)
 
 
 @pytest.mark.sampled
@@ -114,7 +115,9 @@ def test_state_is_divided_as_the_run_says():
     assert memory_of(replace(run, zero=0, optim=SGD()))[0].optimizer == whole
     served = replace(run, zero=None, data_parallel="parameter_server", servers=2)
     assert memory_of(served)[0].optimizer == 0
-    (server,) = server_memory(served, world_of(served), ParameterCounts([6_509_056], ()))
+    (server,) = server_memory(
+        SizedRun(served, world_of(served), ParameterCounts([6_509_056], ()), build("naive", 1, 1))
+    )
     assert (server.weights, server.optimizer) == (whole // 2, whole)
 
 

@@ -14,11 +14,10 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.planner.prediction import IN_SLOTS, from_flops, from_steps
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.forecasting import forecast_and_measured, forecast_of
 from raypar.reporting.report import Report
@@ -28,7 +27,7 @@ from raypar.schedules.formatting import milliseconds
 
 
 def predicted(run, schedule):
-    return from_flops(run, world_of(run), counts_of(run, schedule, None), schedule)
+    return from_flops(SizedRun.of(run, schedule))
 
 
 REPORT = Report(0, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.2, None, (2, 1), (5, 6))

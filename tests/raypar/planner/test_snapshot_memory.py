@@ -14,11 +14,10 @@ from raypar.actors.specs.worlds import world_of
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
-from raypar.planner.memory.all_actors import others_memory
+from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.memory.snapshots import snapshot_counts
-from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from tests.support.team import Team
 
 SMALL = {"microbatches": 2, "steps": 3, "timeout": 20.0, "max_failures": 1}
@@ -51,8 +50,8 @@ def filled(keeper):
 def test_snapshots_take_the_memory_that_is_planned(name):
     run = RUNS[name]
     schedule, world = check_run(run)["train"], world_of(run)
-    counts, team = counts_of(run, schedule, None), Team.of(run)
-    timeline = from_flops(run, world, counts, schedule).timeline
+    sized, team = SizedRun.of(run, schedule), Team.of(run)
+    timeline = from_flops(sized).timeline
     keepers = [SnapshotKeeper(actor.member.context.plan, lambda step: None) for actor in team.all]
     for step in range(2):
         team.step(step)
@@ -60,7 +59,7 @@ def test_snapshots_take_the_memory_that_is_planned(name):
             keeper.after(step + 1, actor.member.state)
     measured, first = [filled(keeper) for keeper in keepers], 0
     own, copied = snapshot_counts(run)
-    for formulas in (worker_memory(run, world, counts, timeline), others_memory(run, world, counts, timeline)):
+    for formulas in actors_memory(sized, timeline):
         each = world.mesh.size // run.mesh.pp if not first else (len(keepers) - first) // run.mesh.pp
         for stage, formula in enumerate(formulas):
             found = [size for rank, size in enumerate(measured[first:], first) if world.pp(rank) == stage][:each]

@@ -24,7 +24,7 @@ from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.planner.memory.worker import worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from tests.support.counted import threads
 from tests.support.held_bytes import num_bytes
 from tests.support.layouts import SEQ, VOCAB, sound, tokens
@@ -109,8 +109,8 @@ def test_static_memory_is_what_tensors_really_take(moe):
     @given(run=runs(moe))
     def holds(run):
         schedule, world = check_run(run)["train"], world_of(run)
-        counts = counts_of(run, schedule, None)
-        said = worker_memory(run, world, counts, from_flops(run, world, counts, schedule).timeline)
+        sized = SizedRun.of(run, schedule)
+        said = worker_memory(sized, from_flops(sized).timeline)
         team = Team.of(run)
         held = [Held(actor) for actor in team.workers]
         for step in range(run.steps):  # the first update makes the optimizer's state

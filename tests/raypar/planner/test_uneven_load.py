@@ -11,12 +11,11 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.planner.memory.activations import most_kept, uneven_load
 from raypar.planner.memory.worker import WORKING_OF, worker_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import SizedRun
 from tests.support.counted import threads
 from tests.support.expert_layouts import tilted
 from tests.support.held_bytes import Held
@@ -33,9 +32,8 @@ RUN = Run(
 @pytest.mark.parametrize("mesh", [Mesh(dp=2, ep=2), Mesh(dp=2, tp=2, ep=2)])
 def test_an_actor_that_gets_all_tokens_keeps_what_is_counted(mesh):
     run = replace(RUN, mesh=mesh)
-    schedule, world = check_run(run)["train"], world_of(run)
-    counts = counts_of(run, schedule, None)
-    timeline = from_flops(run, world, counts, schedule).timeline
+    sized = SizedRun.of(run, check_run(run)["train"])
+    timeline = from_flops(sized).timeline
     (even,), (experts,) = most_kept(run, MODEL, timeline), most_kept(run, MODEL, timeline, apart=True)
     with threads(1), tilted("two experts"):
         team = Team.of(run)
@@ -44,7 +42,7 @@ def test_an_actor_that_gets_all_tokens_keeps_what_is_counted(mesh):
     most = max(size for one in held for action, size in one.activations.items() if "F" in action)
     assert uneven_load(run, MODEL) == 2
     assert even + experts == pytest.approx(most, rel=0.06)
-    (memory,) = worker_memory(run, world, counts, timeline)
+    (memory,) = worker_memory(sized, timeline)
     again = even + experts  # freed blocks that do not fit
     assert memory.working == pytest.approx(again * (1 + 2 * WORKING_OF["cpu"]) + experts, abs=2)
 

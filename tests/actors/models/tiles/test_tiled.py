@@ -11,7 +11,7 @@ from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.checkpoint.manifest import manifest_of
 from raypar.errors import ConfigError
-from raypar.planner.resource_needs import counts_of
+from raypar.planner.sizes.sized_run import counts_of
 from raypar.planner.sizes.tensors import Weight
 from raypar.planner.sizes.units import Units
 from tests.support.layouts import own_dice, tokens

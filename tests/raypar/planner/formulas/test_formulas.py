@@ -17,11 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import raypar as rp
 from raypar.actors.models.build import build_model
-from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.planner import formulas
-from raypar.planner.resource_needs import counts_of
 from raypar.planner.sizes.parameters import num_parameters
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.traffic import step_traffic
 from raypar.schedules import build
 from raypar.schedules.simulation.simulate import Costs, simulate
@@ -112,7 +111,7 @@ def test_bubbles_are_those_of_simulated_schedules(form, ranks, microbatches, chu
 def planned(axis, op, **changes):
     run = rp.Run(model=rp.GPT(layers=2, hidden=16, heads=4, seq=8, vocab=256), data=rp.Text("text"), **changes)
     schedule = check_run(run)["train"]
-    sent = step_traffic(run, world_of(run), counts_of(run, schedule, None), schedule)
+    sent = step_traffic(SizedRun.of(run, schedule))
     return sum(count for (of, what), count in sent.items() if of == axis and what in op)
 
 

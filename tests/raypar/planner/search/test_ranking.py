@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.precision import Precision
@@ -14,12 +13,12 @@ from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.cluster_file import cluster_of
 from raypar.planner.hardware.data_sheets import DEVICES, LINKS
 from raypar.planner.memory.worker import worker_memory
-from raypar.planner.resource_needs import counts_of
 from raypar.planner.rules_of_thumb import advice
 from raypar.planner.search.explained import axes, lost, mesh_table, reasons, step_bars, what_is_missing
 from raypar.planner.search.fit import need_of
 from raypar.planner.search.ranking import largest_divided, ranked, smallest
 from raypar.planner.search.space import Space, sparing
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.timing.messages import LADDER, RACKS
 from raypar.planner.timing.step import StepModel, predicted, schedule_of
 from raypar.schedules.passes.lower import lower
@@ -182,8 +181,7 @@ def test_the_closed_form_of_memory_is_near_the_forecast(changes):
     run = replace(RUN, microbatches=8, micro_batch_size=1, device="cuda", **changes)
     paper = StepModel(run, run.model, SMALL)
     timeline = simulate(lower(schedule_of(paper, run.microbatches)))
-    world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
-    forecast = worker_memory(run, world, counts_of(run, timeline.schedule, None), timeline)
+    forecast = worker_memory(SizedRun.of(run, timeline.schedule), timeline)
     assert need_of(paper).bytes == pytest.approx(max(one.total for one in forecast), rel=0.12)
 
 

@@ -8,12 +8,12 @@ import pytest
 
 import raypar as rp
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.specs.worlds import world_of
 from raypar.cli.main import run_command
 from raypar.config.run import check_run
 from raypar.planner import resource_needs as needs
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import counts_of, memory_faults
+from raypar.planner.resource_needs import memory_faults
+from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.traffic import step_traffic
 from raypar.reporting.tables.memory_table import memory_table
 from tests.support.team import Team
@@ -123,7 +123,7 @@ LEVELS = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "zero_
 
 def demand_as_planned(run):
     schedule = check_run(run)["train"]
-    expected = step_traffic(run, world_of(run), counts_of(run, schedule, None), schedule)
+    expected = step_traffic(SizedRun.of(run, schedule))
     measured = max(sent_by(Team.of(run)), key=lambda sent: sum(sent.values()))
     assert measured.keys() == expected.keys(), "votes and norms are small"
     for key, count in expected.items():
@@ -157,7 +157,7 @@ def test_neither_tensor_ranks_nor_buckets_tiles_or_chunks_make_a_plan_wrong(chan
 def test_without_replicas_no_gradient_is_sent():
     run = tiny(mesh=rp.Mesh(tp=2))
     schedule = check_run(run)["train"]
-    assert step_traffic(run, world_of(run), counts_of(run, schedule, None), schedule) == {}
+    assert step_traffic(SizedRun.of(run, schedule)) == {}
     assert sent_by(Team.of(run)) == [{}]
 
 
@@ -235,5 +235,5 @@ def test_checkpoints_are_counted_from_the_step_that_a_run_goes_on_after(tmp_path
 
 def need_rows(run, step=0):
     schedule = check_run(run)["train"]
-    timeline = from_flops(run, world_of(run), counts_of(run, schedule, None), schedule).timeline
+    timeline = from_flops(SizedRun.of(run, schedule)).timeline
     return dict(needs.need_rows(run, schedule, None, timeline, step))
