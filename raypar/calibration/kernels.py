@@ -101,15 +101,8 @@ class Meter:
             "all_gather": lambda: group.all_gather(gathered, part).wait(),
             "p2p": there_and_back,
         }
-        repeats, taken = max(3, min(50, (16 << 20) // count)), []
-        for _ in range(_REPEATS):
-            group.barrier().wait()
-            begin = time.perf_counter()
-            for _ in range(repeats):
-                work[op]()
-            self._synchronize()
-            taken.append((time.perf_counter() - begin) / repeats)
-        seconds = min(taken)
+        repeats = max(3, min(50, (16 << 20) // count))
+        seconds = self._fastest(work[op], repeats, lambda: group.barrier().wait())
         return GroupTime(op, group.size, nodes, count, seconds / 2 if op == "p2p" else seconds)
 
     def leave(self, name: str) -> None:
@@ -132,8 +125,13 @@ class Meter:
             work()
             count += 1
         self._synchronize()
+        return self._fastest(work, count, lambda: None)
+
+    def _fastest(self, work: Callable[[], object], count: int, before: Callable[[], object]) -> float:
+        """Return the seconds of some work: of the fastest sample of so many repetitions, ``before`` each."""
         taken: list[float] = []
         for _ in range(_REPEATS):
+            before()
             begin = time.perf_counter()
             for _ in range(count):
                 work()

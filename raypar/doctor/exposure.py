@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import ipaddress
 from collections.abc import Iterator
+from contextlib import closing, suppress
 
 from raypar.cluster.address import accepts
 from raypar.doctor.finding import Finding
@@ -73,10 +74,7 @@ def is_loopback(address: str) -> bool:
 def answer_without_token(host: str) -> int | None:
     """Return the HTTP status with which a dashboard answers a question without a token; None if it does not."""
     connection = http.client.HTTPConnection(host, timeout=_SECONDS)
-    try:
+    with closing(connection), suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/api/jobs/")
         return connection.getresponse().status
-    except (OSError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
+    return None

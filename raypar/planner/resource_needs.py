@@ -13,7 +13,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.memory.worker import ActorMemory, element_bytes, states_of
-from raypar.planner.prediction import from_flops
+from raypar.planner.prediction import Prediction, from_flops
 from raypar.planner.sizes.parameters import (
     active_parameters,
     adapter_parameters,
@@ -23,7 +23,6 @@ from raypar.planner.sizes.parameters import (
 from raypar.planner.sizes.sized_run import ParameterCounts, SizedRun
 from raypar.schedules.formatting import short_count, size
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.timeline import Timeline
 
 Rows = list[tuple[str, str]]
 
@@ -57,9 +56,8 @@ def actors_text(run: Run, origins: Mapping[str, str] | None = None) -> str:
     world, axes = world_of(run), []
     for axis in AXES:
         if world.mesh.ways(axis) > 1:
-            axes.append(
-                f"{axis} {world.mesh.spelled(axis)}" + (f" ({origins[axis]})" if origins and axis in origins else "")
-            )
+            origin = f" ({origins[axis]})" if origins and axis in origins else ""
+            axes.append(f"{axis} {world.mesh.spelled(axis)}{origin}")
     others = f" + {len(world.server_ranks)} servers" if world.servers else ""
     if world.mesh.expert_actors:
         others = f" + {world.mesh.actors - world.mesh.size} for experts"
@@ -68,27 +66,17 @@ def actors_text(run: Run, origins: Mapping[str, str] | None = None) -> str:
     return f"{world.size} = {' x '.join(axes) or 1}{others}" if axes or others else str(world.size)
 
 
-def need_rows(
-    run: Run,
-    schedule: Schedule,
-    skeleton: Skeleton | None,
-    timeline: Timeline,
-    step: int = 0,
-    process: int | None = None,
-) -> Rows:
+def need_rows(sized: SizedRun, skeleton: Skeleton | None, prediction: Prediction, step: int = 0) -> Rows:
     """Say what a run needs: parameters, and the memory of its actors against what is free here.
 
     Args:
-        run: The run.
-        schedule: The lowered schedule of a training step.
+        sized: The run.
         skeleton: The run's model without weights; needed for the user's own Layers and Muon only, and built if None.
-        timeline: The predicted training step.
+        prediction: A training step.
         step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
-        process: Bytes of an actor's process without a run, if they were measured.
     """
-    sized = SizedRun.of(run, schedule, skeleton)
-    world, counts, found = sized.world, sized.counts, actors_memory(sized, timeline, process)
-    workers, others = found
+    run, world, counts, schedule = sized
+    workers, others = found = actors_memory(sized, prediction.timeline, prediction.process)
     rows = [("parameters", _parameters(run, schedule, skeleton, counts.held))]
     most = max(range(len(workers)), key=lambda rank: workers[rank].peak)
     for rank in range(len(workers)) if len(workers) <= _MOST else [most]:
@@ -147,7 +135,7 @@ def memory_faults(
 
 
 def memory_in_all(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: Callable[[ActorMemory], int]) -> int:
-    """Add up a kind of memory over all actors of a run, in bytes. The first arguments are those of ``need_rows``."""
+    """Add up a kind of memory over all actors of a run, in bytes. The first arguments are those of ``SizedRun.of``."""
     sized = SizedRun.of(run, schedule, skeleton)
     return actors_memory(sized, from_flops(sized).timeline).in_all(sized.world, of)
 

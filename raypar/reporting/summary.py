@@ -21,7 +21,6 @@ from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import LEARNED
-from raypar.actors.specs.worlds import world_of
 from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration_file import found_calibration
 from raypar.planner.hardware.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
@@ -68,8 +67,9 @@ def plan_rows(
     Returns:
         Rows of a name and a figure.
     """
-    skeleton, world = skeleton or Skeleton(run.model, run.seed), world_of(run)
-    prediction = before_run(SizedRun.of(run, schedule, skeleton))
+    skeleton = skeleton or Skeleton(run.model, run.seed)
+    sized = SizedRun.of(run, schedule, skeleton)
+    world, prediction = sized.world, before_run(sized)
     left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
     rows = [("actors", actors_text(run, origins)), ("steps", f"{run.steps:,} of {_batch_text(run)}{left}")]
     if run.resources != Resources():
@@ -91,7 +91,7 @@ def plan_rows(
         late = f"weights of a gradient are up to {oldest} step{'s' * (oldest != 1)} old"
         late = late if oldest else "no gradient is late, and updates are validated later"
         rows.append(("flushes", f"after every {schedule.stream} steps, evaluation and checkpoint; {late}"))
-    rows += need_rows(run, schedule, skeleton, prediction.timeline, step, prediction.process)
+    rows += need_rows(sized, skeleton, prediction, step)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):
         rows.append(("backwards in halves", f"{_each(halves)}: {_halves_text(run)}"))

@@ -30,12 +30,10 @@ def drawings(drawn: Schedule | Timeline) -> dict[str, Callable[[], str]]:
     """
     kinds = {".svg": lambda: svg(drawn), ".txt": lambda: text(drawn, width=None)}
     if isinstance(drawn, Schedule):
-        return {
-            **kinds,
-            ".csv": lambda: to_csv(drawn),
-            ".json": lambda: json.dumps(chrome_trace(simulate(drawn, UNIT))),
-        }
-    return {**kinds, ".json": lambda: json.dumps(chrome_trace(drawn))}
+        trace = {".csv": lambda: to_csv(drawn), ".json": lambda: json.dumps(chrome_trace(simulate(drawn, UNIT)))}
+    else:
+        trace = {".json": lambda: json.dumps(chrome_trace(drawn))}
+    return kinds | trace
 
 
 def save_drawing(drawn: Schedule | Timeline, path: str | Path) -> Path:

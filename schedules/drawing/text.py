@@ -150,9 +150,8 @@ def _figures(name: str, found: Timeline | Outcome, spelled: Callable[[float], st
     held = found.in_flight
     flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
     more = f", versions {' '.join(map(str, most_versions(found.schedule)))}" if found.schedule.stream else ""
-    more += (
-        f", skips {' '.join(f'{one}-{other}' for one, other in found.schedule.skips)}" if found.schedule.skips else ""
-    )
+    if skips := found.schedule.skips:
+        more += f", skips {' '.join(f'{one}-{other}' for one, other in skips)}"
     return f"{name}: makespan {spelled(found.makespan)}, bubble {found.bubble:.1%}, in flight {flying}{more}"
 
 

@@ -56,9 +56,7 @@ def zb_1p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: 
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
         zb-1p in slots: makespan 27, bubble 11.1%, in flight 4 4 4 4
     """
-    SIZES.demand("zb-1p", num_ranks, num_microbatches, num_chunks)
-    placement = _in_a_v(num_ranks, num_chunks)
-    return automatic(num_ranks, num_microbatches, costs or Costs(), num_ranks, placement=placement, name="zb-1p")
+    return _zero_bubble("zb-1p", num_ranks, num_microbatches, num_chunks, num_ranks, costs)
 
 
 def zb_2p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: Costs | None = None) -> Schedule:
@@ -90,9 +88,14 @@ def zb_2p(num_ranks: int, num_microbatches: int, num_chunks: int = 1, *, costs: 
         rank 3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
         zb-2p in slots: makespan 27, bubble 11.1%, in flight 4 4 4 4
     """
-    SIZES.demand("zb-2p", num_ranks, num_microbatches, num_chunks)
-    placement = _in_a_v(num_ranks, num_chunks)
-    return automatic(num_ranks, num_microbatches, costs or Costs(), 2 * num_ranks, placement=placement, name="zb-2p")
+    return _zero_bubble("zb-2p", num_ranks, num_microbatches, num_chunks, 2 * num_ranks, costs)
+
+
+def _zero_bubble(name: str, ranks: int, microbatches: int, chunks: int, most: int, costs: Costs | None) -> Schedule:
+    """Search for the shortest step with one stage a rank, or with two in a V."""
+    SIZES.demand(name, ranks, microbatches, chunks)
+    placement = (*range(ranks), *reversed(range(ranks)))[: ranks * chunks]
+    return automatic(ranks, microbatches, costs or Costs(), most, placement=placement, name=name)
 
 
 def automatic(
@@ -150,11 +153,6 @@ def automatic(
     assert best is not None
     found = postpone_weight_gradients(best, cost, costs.link, memory, flush=flush, budget=_BUDGET)
     return Schedule.of(name, found.rows)
-
-
-def _in_a_v(num_ranks: int, num_chunks: int) -> tuple[int, ...]:
-    """Return the placement of one stage a rank, or of two in a V."""
-    return (*range(num_ranks), *reversed(range(num_ranks)))[: num_ranks * num_chunks]
 
 
 def _least(placement: Sequence[int], num_microbatches: int, cost: Cost, link: float, *, flush: bool) -> float:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
+from raypar.planner.memory.activations import ELEMENT_BYTES
 from raypar.schedules.schedule import Schedule
-
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def cache_bytes(run: Run, model: Transformer, schedule: Schedule, rows: Sequence[tuple[int, int]]) -> list[int]:
@@ -25,14 +25,7 @@ def cache_bytes(run: Run, model: Transformer, schedule: Schedule, rows: Sequence
     """
     tp, heads = run.mesh.tensor_ranks, model.num_kv_heads
     own = heads // tp if heads % tp == 0 else 1
-    token = 2 * own * model.head_size * _BYTES[run.precision.compute]
+    token = 2 * own * model.head_size * ELEMENT_BYTES[run.precision.compute]
     slots = sum(number * positions for number, positions in rows)
-    blocks = _blocks(run, model, schedule)
+    blocks = [len(part) for part in split_layers(run.split, transformer_costs(model), schedule.num_stages)]
     return [token * slots * sum(blocks[stage] for stage in schedule.stages_of(rank)) for rank in range(run.mesh.pp)]
-
-
-def _blocks(run: Run, model: Transformer, schedule: Schedule) -> list[int]:
-    """Return the number of blocks of each stage."""
-    from raypar.actors.models.partition import split_layers, transformer_costs
-
-    return [len(part) for part in split_layers(run.split, transformer_costs(model), schedule.num_stages)]

@@ -249,9 +249,8 @@ def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = Non
     """
     run, world, counts, _ = sized
     each, device, schedule = element_bytes(run), device_kind(run.device), timeline.schedule
-    rows = [
-        schedule.rows_of(pp)[0] for pp in range(schedule.num_pipeline_ranks)
-    ]  # of replicas the first one holds most
+    # Of replicas the first one holds most.
+    rows = [schedule.rows_of(pp)[0] for pp in range(schedule.num_pipeline_ranks)]
     activations = [None] * len(schedule.rows) if isinstance(run.model, Layers) else most_kept(run, run.model, timeline)
     uneven = _uneven(run, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import split_layers, transformer_costs
@@ -12,8 +12,7 @@ from raypar.actors.specs.types import Split
 from raypar.planner.sizes.tensors import adapters_of, block_tensors, embedding_tensors, head_tensors, held_count
 
 
-@dataclass(frozen=True)
-class StageParameters:
+class StageParameters(NamedTuple):
     """The parameters of a stage on one actor.
 
     Attributes:

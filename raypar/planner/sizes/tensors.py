@@ -125,10 +125,7 @@ def tensors_by_stage(
     """
     kinds = block_tensors(model, mesh) if model.lora is None else adapters_of(model, mesh)
     blocks = [[one._replace(name=f"blocks.{index}.{one.name}") for one in block] for index, block in enumerate(kinds)]
-    stages = [
-        [blocks[first : min(first + layers, held.stop)] for first in range(held.start, held.stop, layers)]
-        for held in split_layers(split, transformer_costs(model), num_stages)
-    ]
+    stages = _in_units(blocks, split_layers(split, transformer_costs(model), num_stages), layers)
     if model.lora is None:
         embedding, head = embedding_tensors(model, mesh), head_tensors(model, mesh, tied=model.tied and ties)
         stages[0].insert(0, [embedding])
@@ -273,9 +270,15 @@ def user_tensors(run: Run, num_stages: int, skeleton: Skeleton) -> list[Stage]:
     """
     stages = skeleton.model.stages(run.split, num_stages)
     layers = [[*_layer(skeleton, index, run.mesh)] for stage in stages for index in stage]
-    unit = run.zero_units
+    return _in_units(layers, stages, run.zero_units)
+
+
+def _in_units(
+    layers: Sequence[Sequence[Weight]], stages: Iterable[range], size: int
+) -> list[list[Sequence[Sequence[Weight]]]]:
+    """Return the units of each stage, of so many layers or what is left of the stage."""
     return [
-        [layers[first : min(first + unit, stage.stop)] for first in range(stage.start, stage.stop, unit)]
+        [layers[first : min(first + size, stage.stop)] for first in range(stage.start, stage.stop, size)]
         for stage in stages
     ]
 

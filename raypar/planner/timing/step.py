@@ -116,20 +116,13 @@ class StepModel:
 
     def held_on(self, rank: int) -> StageParameters:
         """Return the parameters of a pipeline rank on one actor."""
-        each = [self.held[stage] for stage in self.stages_on(rank)]
-        return StageParameters(
-            sum(one.dense for one in each), sum(one.experts for one in each), sum(one.units for one in each)
-        )
+        return StageParameters(*map(sum, zip(*(self.held[stage] for stage in self.stages_on(rank)), strict=True)))
 
     def update(self, rank: int) -> float:
         """Return the seconds of the update of a pipeline rank, and of the messages after it."""
         held = self.held_on(rank)
-        roofline = Roofline.of(self.cluster.device, half=False)
-        own = (
-            update_bytes(element_bytes(self.run), self.run.optim.states)
-            * self.replicas.owned(held)
-            / roofline.bandwidth
-        )
+        moved = update_bytes(element_bytes(self.run), self.run.optim.states) * self.replicas.owned(held)
+        own = moved / Roofline.of(self.cluster.device, half=False).bandwidth
         return own + self.replicas.after_update(held)
 
     @property

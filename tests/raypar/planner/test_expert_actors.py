@@ -102,9 +102,8 @@ def test_an_actor_is_not_told_to_hold_all_experts():
     dense = replace(RUN, mesh=Mesh(dp=4))
     rows = []
     for run in (dense, replace(dense, mesh=Mesh(dp=4, ep=4))):
-        schedule = check_run(run)["train"]
-        timeline = from_flops(SizedRun.of(run, schedule)).timeline
-        rows.append(dict(need_rows(run, schedule, None, timeline)))
+        sized = SizedRun.of(run, check_run(run)["train"])
+        rows.append(dict(need_rows(sized, None, from_flops(sized))))
     told = [row["parameters"].split("an actor holds ")[1] for row in rows]
     assert told == ["93.1 k", "42.9 k"]
 

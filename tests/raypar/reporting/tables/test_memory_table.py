@@ -234,6 +234,5 @@ def test_checkpoints_are_counted_from_the_step_that_a_run_goes_on_after(tmp_path
 
 
 def need_rows(run, step=0):
-    schedule = check_run(run)["train"]
-    timeline = from_flops(SizedRun.of(run, schedule)).timeline
-    return dict(needs.need_rows(run, schedule, None, timeline, step))
+    sized = SizedRun.of(run, check_run(run)["train"])
+    return dict(needs.need_rows(sized, None, from_flops(sized), step))
