@@ -10,7 +10,6 @@ from typing import NamedTuple, get_args
 from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.calibration.probes import FEW, MANY, Measured
 from raypar.config.run import check_run
 from raypar.planner.calibrated.calibrated_costs import (
@@ -145,7 +144,7 @@ def _of_split(known: Calibration, wholes: Sequence[Measured], halves: Sequence[M
     """Yield the costs of split backwards beyond whole ones, and of W beyond its products."""
     for whole, half in zip(wholes, halves, strict=True):
         run, model = half.run, _model_of(half.run)
-        counted = stage_seconds(run, world_of(run), range(model.layers), 0.0, known)
+        counted = stage_seconds(_sized(run), 0, range(model.layers), known)
         longer = half.forward + half.backward - whole.forward - whole.backward
         found = longer, half.later - counted[Op.W]
         both, weight_half = (max(0.0, seconds / model.layers) for seconds in found)
@@ -173,8 +172,7 @@ def _uncounted(known: Calibration, one: Measured, slower: float = 1.0) -> Passes
         slower: The factor by which its actors were slower because others computed at once.
     """
     run, model = one.run, _model_of(one.run)
-    parameters = _sized(run).counts.units[0].gathered / model.layers
-    counted = stage_seconds(run, world_of(run), range(model.layers), parameters, known, tp=run.mesh.tensor_ranks)
+    counted = stage_seconds(_sized(run), 0, range(model.layers), known)
     return Passes(one.forward / slower - counted[Op.F], one.backward / slower - counted[Op.B])
 
 

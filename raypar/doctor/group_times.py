@@ -18,6 +18,10 @@ _SLOWER = 1.5  # times the median of its like
 _REPEATS = 5
 _SECONDS = 180.0
 _LEAST_RATE = {True: 5e8, False: 1.1e8}  # bytes per second that a member should send, in a node and between: 1 Gbit/s
+_ADVICE = {
+    True: "other processes use the node's cores or memory: look with top",
+    False: "keep tp and cp inside nodes, and give the nodes a faster network: this one is no faster than 1 Gbit/s",
+}
 
 Times = Mapping[int, float]  # seconds, by the bytes of the tensor
 
@@ -114,12 +118,6 @@ def times_findings(found: Mapping[str, Times], *, inside: bool) -> Iterator[Find
                 "slow", "times", what, "look for other load there, its clock rate, its cable or its switch port"
             )
         elif largest >= 1 << 20 and rate < _LEAST_RATE[inside]:
-            yield Finding("slow", "times", f"{text} ({rate / 1e9:.2f} GB/s)", _advice(inside))
+            yield Finding("slow", "times", f"{text} ({rate / 1e9:.2f} GB/s)", _ADVICE[inside])
         else:
             yield Finding("ok", "times", text)
-
-
-def _advice(inside: bool) -> str:
-    if inside:
-        return "other processes use the node's cores or memory: look with top"
-    return "keep tp and cp inside nodes, and give the nodes a faster network: this one is no faster than 1 Gbit/s"

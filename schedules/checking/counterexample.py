@@ -88,12 +88,8 @@ class _Search:
             ranks = self._fewer_ranks(schedule, ranks, kept)
             kept = self._fewer_microbatches(schedule, ranks, kept)
         small = part_of(schedule, ranks, kept, tidy=self._tidy)
-        error = (
-            self._error(small)
-            if small is not None and small.num_actions < min(schedule.num_actions, RANKS * ACTIONS)
-            else None
-        )
-        if error is None:
+        most = min(schedule.num_actions, RANKS * ACTIONS)
+        if small is None or small.num_actions >= most or (error := self._error(small)) is None:
             return None
         which = _and([str(microbatch) for microbatch in kept])
         several = f"ranks {ranks[0]} to {ranks[1] - 1}" if ranks[1] - ranks[0] > 1 else f"rank {ranks[0]}"

@@ -44,7 +44,7 @@ def pipedream(num_ranks: int, num_microbatches: int, num_steps: int) -> Schedule
         rank 2            F0.0 B0   F1.1 B1   F2.2 B2   F3.3 B3   F4.4 B4   F5.5 B5   F6.6 B6
         pipedream in slots: makespan 18, bubble 22.2%, in flight 3 2 1, versions 3 2 1
     """
-    return _stream("pipedream", num_ranks, num_microbatches, num_steps, lambda rank: lambda microbatch, newest: newest)
+    return _stream("pipedream", num_ranks, num_microbatches, num_steps, lambda microbatch, newest: newest)
 
 
 def pipedream_vertical(num_ranks: int, num_microbatches: int, num_steps: int) -> Schedule:
@@ -69,7 +69,7 @@ def pipedream_vertical(num_ranks: int, num_microbatches: int, num_steps: int) ->
         num_ranks,
         num_microbatches,
         num_steps,
-        lambda rank: lambda microbatch, newest: first[microbatch],
+        lambda microbatch, newest: first[microbatch],
     )
 
 
@@ -93,25 +93,20 @@ def pipedream_2bw(num_ranks: int, num_microbatches: int, num_steps: int) -> Sche
         num_ranks,
         num_microbatches,
         num_steps,
-        lambda rank: lambda microbatch, newest: max(0, microbatch // num_microbatches - 1),
+        lambda microbatch, newest: max(0, microbatch // num_microbatches - 1),
         SIZES_2BW,
     )
 
 
 def _stream(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    num_steps: int,
-    version: Callable[[int], Version],
-    sizes: Sizes = SIZES,
+    name: str, num_ranks: int, num_microbatches: int, num_steps: int, version: Version, sizes: Sizes = SIZES
 ) -> Schedule:
     """Add the updates, and the uses of versions, to 1F1B over all microbatches of all steps."""
     sizes.demand(name, num_ranks, num_microbatches)
     if num_steps < 1:
         raise ScheduleError(f"schedule {name!r} cannot be made: steps={num_steps}: set the steps to 1 or more")
     rows = one_f_one_b(num_ranks, num_microbatches * num_steps).rows
-    return Schedule.of(name, [tuple(_updating(row, num_microbatches, version(rank))) for rank, row in enumerate(rows)])
+    return Schedule.of(name, [tuple(_updating(row, num_microbatches, version)) for row in rows])
 
 
 def _updating(row: tuple[Action, ...], num_microbatches: int, version: Version) -> Iterator[Action]:

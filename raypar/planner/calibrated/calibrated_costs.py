@@ -109,16 +109,14 @@ def calibrated_costs(sized: SizedRun, calibration: Calibration, cores: int | Non
         calibration: What was measured.
         cores: Number of cores that the actors share; None if each has its own device.
     """
-    run, world, counts, schedule = sized
+    run, world, _, schedule = sized
     model = run.model
     assert isinstance(model, Transformer)
     costs = seconds_of_run(sized, _rates(calibration, max(2, world.replicas)))
     of_stage = {key: seconds for key, seconds in costs.of_stage.items() if key[1] not in COMPUTE}
     stages = split_layers(run.split, transformer_costs(model), schedule.num_stages)
     for stage, blocks in enumerate(stages):
-        parameters = counts.units[stage].gathered / len(blocks)
-        tp = run.mesh.tp_of(schedule.placement[stage])
-        found = stage_seconds(run, world, blocks, parameters, calibration, tp=tp)
+        found = stage_seconds(sized, stage, blocks, calibration)
         of_stage |= {(stage, op): seconds for op, seconds in found.items()}
         of_stage |= {(stage, op): calibration.message for op in SENDS}
     tokens = run.micro_batch_size * model.seq / run.mesh.cp
@@ -175,32 +173,23 @@ def _rates(calibration: Calibration, members: int) -> Rates:
     return Rates(1.0, moved / seconds if seconds > 0 else 1e12, latency)
 
 
-def stage_seconds(
-    run: Run,
-    world: World,
-    blocks: range,
-    parameters: float,
-    calibration: Calibration,
-    *,
-    tp: int = 1,
-) -> dict[Op, float]:
+def stage_seconds(sized: SizedRun, stage: int, blocks: range, calibration: Calibration) -> dict[Op, float]:
     """Return the seconds of a stage's F, B, I and W on an actor that computes alone.
 
     Args:
-        run: The run, of a GPT or Llama.
-        world: Its ranks.
-        blocks: The stage's blocks.
-        parameters: Parameters of a block that are gathered, or whose gradients are views into buckets, if they are.
+        sized: The run, of a GPT or Llama.
+        stage: The stage.
+        blocks: Its blocks.
         calibration: What was measured.
-        tp: Number of tensor ranks that divide the stage.
     """
-    model = run.model
+    run, world, counts, schedule = sized
+    model, tp = run.model, run.mesh.tp_of(schedule.placement[stage])
     assert isinstance(model, Transformer)
     size = run.micro_batch_size * model.seq / run.mesh.cp * model.hidden
     forward = calibration.action_forward
     backward = calibration.action_backward
-    later = 0.0
-    longer = 0.0
+    later = longer = 0.0
+    parameters = counts.units[stage].gathered / len(blocks)  # of a block
     moved = [calibration.beside(kind, parameters) for kind in _moved_kinds(world)]
     for block in blocks:
         one = block_products(run, model, block, calibration, tp)
@@ -282,17 +271,13 @@ def _slowdowns(timeline: Timeline, actors: float, cores: int, busy: float) -> di
     """Return how much longer each action takes that needs a core, by how many others run beside it."""
     events = [event for event in timeline.events if event.action.op in _ON_CORES]
     changes = sorted([(one.start, 1) for one in events] + [(one.end, -1) for one in events])
-    times = list[float]()
-    sums = list[float]()
-    slow = 0.0
-    last = 0.0
+    integrals: dict[float, float] = {}  # of the slowdown over time, by the end
+    slow = last = 0.0
     running = 0
-    for at, change in changes:  # the integral of the slowdown over time
+    for at, change in changes:
         slow += (at - last) * _slowdown(running * actors, cores, busy)
         last, running = at, running + change
-        times.append(at)
-        sums.append(slow)
-    integrals = dict(zip(times, sums, strict=True))
+        integrals[at] = slow
     return {one.action: _mean(one, integrals) for one in events}
 
 

@@ -98,9 +98,8 @@ def _expert_parts(model: GPT | Llama, inner: int, space: Space) -> list[int]:
     counts = {model.num_experts(block) for block in range(model.layers)} - {0}
     if not counts:
         return [1]
-    if space.ep:
-        return [ep for ep in space.ep if inner % ep == 0 and all(count % ep == 0 for count in counts)]
-    return [ep for ep in divisors(min(counts)) if inner % ep == 0 and all(count % ep == 0 for count in counts)]
+    parts = space.ep or divisors(min(counts))
+    return [ep for ep in parts if inner % ep == 0 and all(count % ep == 0 for count in counts)]
 
 
 def schedules_of(model: GPT | Llama, mesh: Mesh, space: Space) -> Iterator[tuple[str, int | None]]:

@@ -258,7 +258,7 @@ def _norm(model: GPT | Llama, name: str, ways: int = 1) -> Iterator[Weight]:
         yield Weight(f"{name}.{one}", (model.hidden,), (-(-model.hidden // ways),))
 
 
-def user_tensors(run: Run, num_stages: int, skeleton: Skeleton) -> list[Stage]:
+def user_tensors(run: Run, num_stages: int, skeleton: Skeleton) -> Sequence[Stage]:
     """Return the trainable tensors of an actor of each stage, of experts those of the first part.
 
     A tied weight has the name of its owner.

@@ -125,16 +125,11 @@ def _mlp(model: GPT | Llama, width: float, sizes: _Sizes) -> Iterator[LayerOpera
     h = model.hidden
     own = width / sizes.ranks
     e = sizes.element
-    yield from _matrices(model, T, own, e)
+    for name in ("gate", "up")[3 - model.mlp_matrices :]:
+        yield LayerOperation(name, "linear", Product(T, own, h, e))
     inside = 3 if model.is_gated else 2  # reads one or two, writes one
     yield LayerOperation("activation", "beside", Work(0.0, inside * e * T * own))
     yield LayerOperation("down", "linear", Product(T, h, own, e))
-
-
-def _matrices(model: GPT | Llama, rows: float, width: float, element: int) -> Iterator[LayerOperation]:
-    """Yield the products into an MLP."""
-    for name in ("gate", "up")[2 - (model.mlp_matrices - 1) :]:
-        yield LayerOperation(name, "linear", Product(rows, width, model.hidden, element))
 
 
 def _experts(run: Run, model: GPT | Llama, num_experts: int, sizes: _Sizes) -> Iterator[LayerOperation]:

@@ -46,11 +46,10 @@ BLANK = known(besides=(), action_forward=0.0, action_backward=0.0, groups=TRUE.g
 def measured(run, calibration):
     """What a run takes if each action takes what a calibration says."""
     sized = SizedRun.of(run, check_run(run)["train"])
-    _, world, counts, schedule = sized
+    _, world, _, schedule = sized
     stages, layers = schedule.num_stages, run.model.layers
     each = [range(layers * one // stages, layers * (one + 1) // stages) for one in range(stages)]
-    parameters = counts.units[0].gathered / len(each[0])
-    found = [stage_seconds(run, world, one, parameters, calibration, tp=run.mesh.tensor_ranks) for one in each]
+    found = [stage_seconds(sized, stage, one, calibration) for stage, one in enumerate(each)]
     slower = calibration.busy if run.mesh.size > 1 and stages == 1 else 1.0
     forward, whole, later = (sum(one[op] for one in found) / stages for op in (Op.F, Op.B, Op.W))
     split = calibration.beside("split", 1)[0] * len(each[0])

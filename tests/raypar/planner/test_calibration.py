@@ -12,7 +12,6 @@ from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibrated_costs import stage_seconds
@@ -136,9 +135,10 @@ def test_an_attention_core_is_as_fast_as_between_the_measured_lengths():
 def test_the_head_and_the_loss_are_in_the_last_stage_once():
     run = Run(model=MODEL, mesh=Mesh(pp=2), device="cpu", backward="whole", micro_batch_size=2)
     heads = known(besides=(*known().besides, Beside("head", 2 * 64 * 256, 1e-3, 2e-3)))
+    sized = SizedRun.of(run, check_run(run)["train"])
     first, last = (
-        [stage_seconds(run, world_of(run), blocks, 0.0, one) for one in (known(), heads)]
-        for blocks in (range(2), range(2, 4))
+        [stage_seconds(sized, stage, blocks, one) for one in (known(), heads)]
+        for stage, blocks in enumerate((range(2), range(2, 4)))
     )
     assert first[0] == first[1]
     assert last[1][Op.F] - last[0][Op.F] == pytest.approx(1e-3)
@@ -229,7 +229,8 @@ def test_what_an_axis_adds_to_a_block_is_between_the_measured_sizes(monkeypatch)
 def test_halves_of_a_backward_take_what_was_measured_of_them():
     run = Run(model=MODEL, device="cpu", micro_batch_size=2)
     split = known(besides=(*known().besides, Beside("split", 1 << 13, 1e-3, 5e-3)))
-    plain, longer = (stage_seconds(run, world_of(run), range(MODEL.layers), 0.0, one) for one in (known(), split))
+    sized = SizedRun.of(run, check_run(run)["train"])
+    plain, longer = (stage_seconds(sized, 0, range(MODEL.layers), one) for one in (known(), split))
     more = {op: longer[op] - plain[op] for op in plain}
     each = MODEL.layers * 1e-3
     assert more == pytest.approx({Op.F: 0.0, Op.B: 0.0, Op.I: each - 5 * each, Op.W: 5 * each})
