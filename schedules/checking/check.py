@@ -17,7 +17,7 @@ from raypar.schedules.schedule import Schedule
 from raypar.schedules.simulation.sweep import Sweep, Wait
 
 
-class Bounds(TypedDict, total=False):
+class CheckBounds(TypedDict, total=False):
     """The bounds of a check, which are described there."""
 
     send_capacity: int | None

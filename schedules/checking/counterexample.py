@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Unpack
 
 from raypar.schedules.action import RECVS, SENDS, Action
-from raypar.schedules.checking.check import Bounds, check
+from raypar.schedules.checking.check import CheckBounds, check
 from raypar.schedules.checking.errors import CheckError, Fault
 from raypar.schedules.drawing.cells import ACTIONS, RANKS
 from raypar.schedules.passes.without_idle import without_idle
@@ -25,7 +25,7 @@ MOST_MICROBATCHES = 12  # a fault that needs more microbatches is left to the se
 _NAMED = re.compile(r"[A-Z](\d+)\b|\bmicrobatch ([\d, ]+)")
 
 
-def demand_sound(schedule: Schedule, generate: Generate | None = None, **bounds: Unpack[Bounds]) -> None:
+def demand_sound(schedule: Schedule, generate: Generate | None = None, **bounds: Unpack[CheckBounds]) -> None:
     """Check a schedule; on failure the error also shows the smallest schedule found that breaks the same rule.
 
     Args:
@@ -51,7 +51,7 @@ def demand_sound(schedule: Schedule, generate: Generate | None = None, **bounds:
 class _Search:
     """A search for small schedules that break the rule of the first fault, and no rule that the large one keeps."""
 
-    def __init__(self, faults: Sequence[Fault], bounds: Bounds) -> None:
+    def __init__(self, faults: Sequence[Fault], bounds: CheckBounds) -> None:
         self._fault, self._rules = faults[0], {fault.rule for fault in faults}
         self._tidy = self._rules.isdisjoint({"reduce", "weights"})  # else an idle action may be the fault
         self._bounds = bounds
