@@ -38,20 +38,27 @@ _SOCKET = len("/session_2026-11-27_12-34-56_123456_1234567/sockets/plasma_store.
 _LONGEST_SOCKET = 103  # bytes of a socket's path: Linux takes 107, macOS 103
 _FOR_RAY = "ray"  # a folder in this user's folder
 _MOST_NAMES = 100  # most folder names to try, as other users may own some
-_RESOLVE = "resolve_ip_for_localhost"
-_FREE = "available_resources_per_node"
-_WORKER, _HELD = "global_worker", "resource_ids"
 _ANSWERS = 2  # seconds
-_DRAINING = "get_draining_nodes"
-_DASHBOARD = "get_dashboard_url"
-_NODE = "_global_node"
-_OWN_NODE, _HEAD = "get_node_to_connect_for_driver", "GcsClient"
-_NO_NODE = "No node info found"  # its error if it finds none
-_LOADER = "AuthenticationTokenLoader"
-_PRINTED = "stdout_deduplicator"  # Ray prints errors of the cluster to standard output
+_NODE = "_private.worker._global_node"
+_NO_NODE = "No node info found"  # Ray's error if this machine has no node
 _DEATH = re.compile(
     "A worker died or was killed while executing a task|Raylet is terminated|has been marked dead because the detector"
 )
+
+
+def _found(path: str, lack: str = "") -> Any:
+    """Return what Ray has under a dotted name below ``ray``; None if this Ray lacks it, or has None there.
+
+    Args:
+        path: The name.
+        lack: The consequence, for a warning if it is lacking; "": no warning.
+    """
+    owner: Any = ray
+    for name in path.split("."):
+        owner = getattr(owner, name, None)
+    if owner is None and lack:
+        log.warning("this Ray has no %s: %s", path.rpartition(".")[2], lack)
+    return owner
 
 
 def start_on_loopback(**settings: Any) -> None:
@@ -80,9 +87,10 @@ def silence_deaths() -> None:
     Ray's text, with 20 lines of log for a node, would come before raypar's message, which names the actor and the
     cause. Ray reads the public variable when it is imported, which may be before raypar is. Retry at upgrades.
     """
-    printed: Any = getattr(getattr(ray._private, "ray_logging", None), _PRINTED, None)
+    name, lack = "stdout_deduplicator", "it prints a text of its own when an actor or node dies"
+    printed = _found(f"_private.ray_logging.{name}")  # Ray prints errors of the cluster to standard output
     if not hasattr(printed, "skip_re"):
-        log.warning("this Ray has no %s: it prints a text of its own when an actor or node dies", _PRINTED)
+        log.warning("this Ray has no %s: %s", name, lack)
     elif printed.skip_re is None:
         printed.skip_re = _DEATH
 
@@ -125,8 +133,7 @@ def logs_folder() -> Path | None:
 
     It has a file with the last output of a dead actor. The public state API needs a dashboard. Retry at upgrades.
     """
-    node: Any = getattr(ray._private.worker, _NODE, None)
-    call: Any = getattr(node, "get_logs_dir_path", None)
+    call = _found(f"{_NODE}.get_logs_dir_path")
     return None if call is None else Path(call())
 
 
@@ -135,8 +142,7 @@ def dead_servers() -> list[str]:
 
     There is no public API for it. An actor whose raylet is gone dies without another cause. Retry at upgrades.
     """
-    node: Any = getattr(ray._private.worker, _NODE, None)
-    dead: Any = getattr(node, "dead_processes", None)
+    dead = _found(f"{_NODE}.dead_processes")
     return [] if dead is None else [kind for kind, _ in dead()]
 
 
@@ -145,8 +151,7 @@ def own_raylet() -> int | None:
 
     There is no public API for it. The raylet's agents are its child processes. Retry at upgrades.
     """
-    node: Any = getattr(ray._private.worker, _NODE, None)
-    raylets = getattr(node, "all_processes", {}).get("raylet", [])
+    raylets = (_found(f"{_NODE}.all_processes") or {}).get("raylet", [])
     return raylets[0].process.pid if raylets else None
 
 
@@ -155,7 +160,7 @@ def dashboard_address() -> str:
 
     Of the public API only ``ray.init`` returns it. Retry at upgrades.
     """
-    call: Any = getattr(ray._private.worker, _DASHBOARD, None)
+    call = _found("_private.worker.get_dashboard_url")
     return str(call() or "") if call is not None else ""
 
 
@@ -166,21 +171,16 @@ def _loopback_kept() -> Iterator[None]:
     Ray replaces it by an address that other machines reach, and then listens on all addresses: its metrics need no
     token.
     """
-    services: Any = getattr(ray._private, "services", None)
-    original = getattr(services, _RESOLVE, None)
+    services, lack = _found("_private.services"), "other machines may reach the ports of the Ray that raypar starts"
+    original = _found("_private.services.resolve_ip_for_localhost", lack)
     if original is None:
-        log.warning("this Ray has no %s: other machines may reach the ports of the Ray that raypar starts", _RESOLVE)
         yield
         return
-    setattr(services, _RESOLVE, _unchanged)
+    services.resolve_ip_for_localhost = lambda host: host
     try:
         yield
     finally:
-        setattr(services, _RESOLVE, original)
-
-
-def _unchanged(host: str) -> str:
-    return host
+        services.resolve_ip_for_localhost = original
 
 
 def free_resources() -> dict[str, dict[str, float]] | None:
@@ -188,11 +188,8 @@ def free_resources() -> dict[str, dict[str, float]] | None:
 
     The public ``ray.available_resources`` adds up all nodes, and the state API needs a dashboard. Retry at upgrades.
     """
-    call: Any = getattr(getattr(ray._private, "state", None), _FREE, None)
-    if call is None:
-        log.warning("this Ray has no %s: actors are placed as if all nodes were free", _FREE)
-        return None
-    return {str(node): dict(resources) for node, resources in call().items()}
+    call = _found("_private.state.available_resources_per_node", "actors are placed as if all nodes were free")
+    return None if call is None else {str(node): dict(resources) for node, resources in call().items()}
 
 
 def held_resources() -> dict[str, float]:
@@ -201,11 +198,9 @@ def held_resources() -> dict[str, float]:
     The names include the number of a bundle and the id of its placement group, which the public
     ``get_assigned_resources`` omits. Retry at upgrades.
     """
-    worker: Any = getattr(ray._private.worker, _WORKER, None)
-    call: Any = getattr(getattr(worker, "core_worker", None), _HELD, None)
-    if call is None:
-        return {}
-    return {str(name): sum(amount for _, amount in parts) for name, parts in call().items()}
+    call = _found("_private.worker.global_worker.core_worker.resource_ids")
+    held = {} if call is None else call()
+    return {str(name): sum(amount for _, amount in parts) for name, parts in held.items()}
 
 
 def coming_nodes() -> int | None:
@@ -236,11 +231,10 @@ def draining_nodes() -> dict[str, float]:
     Ray starts nothing on such a node any more. No public API reports it without a dashboard: ``ray.nodes`` reports the
     node as alive. Ray Train uses the same call. Retry at upgrades.
     """
-    call: Any = getattr(getattr(getattr(ray._private, "state", None), "state", None), _DRAINING, None)
-    if call is None:
-        log.warning("this Ray has no %s: a node that is taken away is noticed when it is gone", _DRAINING)
-        return {}
-    return {str(node): deadline / 1e3 if deadline else math.inf for node, deadline in call().items()}
+    lack = "a node that is taken away is noticed when it is gone"
+    call = _found("_private.state.state.get_draining_nodes", lack)
+    draining = {} if call is None else call()
+    return {str(node): deadline / 1e3 if deadline else math.inf for node, deadline in draining.items()}
 
 
 def has_own_node(address: str, seconds: float) -> bool | None:
@@ -252,10 +246,10 @@ def has_own_node(address: str, seconds: float) -> bool | None:
         address: The address of the cluster's head, with its port. It answers, and accepts the token of this process.
         seconds: Seconds to look, as a node may just be starting.
     """
-    look: Any = getattr(getattr(ray._private, "services", None), _OWN_NODE, None)
-    client: Any = getattr(ray._raylet, _HEAD, None)
+    lack = "on a machine without a node it looks for one for a minute"
+    look = _found("_private.services.get_node_to_connect_for_driver", lack)
+    client = _found("_raylet.GcsClient", lack)
     if look is None or client is None:
-        log.warning("this Ray has no %s: on a machine without a node it looks for one for a minute", _OWN_NODE)
         return None
     try:
         look(client(address=address), timeout_seconds=seconds)
@@ -270,8 +264,5 @@ def own_token() -> str | None:
     It is "" if there is none, and None if this Ray does not report it. Ray has no public API to read it, only a command
     that prints it. Retry at upgrades.
     """
-    loader: Any = getattr(ray._raylet, _LOADER, None)
-    if loader is None:
-        log.warning("this Ray has no %s: a cluster's token is not checked before connecting", _LOADER)
-        return None
-    return str(loader.instance().get_raw_token(ignore_auth_mode=True) or "")
+    loader = _found("_raylet.AuthenticationTokenLoader", "a cluster's token is not checked before connecting")
+    return None if loader is None else str(loader.instance().get_raw_token(ignore_auth_mode=True) or "")
