@@ -7,7 +7,8 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard
 
 import ray
@@ -20,6 +21,7 @@ from raypar.cluster.calls.deadline import SILENT, Deadline
 from raypar.cluster.control_server import ControlServer
 from raypar.cluster.deaths.post_mortem import death_of
 from raypar.cluster.deaths.process_monitors import ProcessMonitors
+from raypar.cluster.nodes.probes import cause_of
 from raypar.errors import ActorDiedError, JobError, RayLostError, StalledError
 
 log = logging.getLogger(__name__)
@@ -40,13 +42,14 @@ class Calls:
 
     Args:
         handles: The Ray actor handles, by rank.
-        world: The ranks, for the actors' names in messages.
+        world: The names of the actors, for messages.
         timeout: Most seconds that an actor may stay in one action.
         replaces: Whether an actor that is given up is replaced.
         monitors: The monitors of the actors' processes, which report how a process ended.
         server: Ray's control server; if it is lost, calls do not wait for long.
 
     Attributes:
+        world: The names of the actors.
         deadline: The limits of the time in one action, and of silence.
     """
 
@@ -60,7 +63,7 @@ class Calls:
         monitors: ProcessMonitors | None = None,
         server: ControlServer | None = None,
     ) -> None:
-        self._handles, self._world, self._timeout = list(handles), world, timeout
+        self._handles, self.world, self._timeout = list(handles), world, timeout
         self.deadline = Deadline(timeout, replaces=replaces)
         self._monitors, self._server = monitors or ProcessMonitors(), server or ControlServer()
         self._lost_at = math.inf
@@ -104,24 +107,28 @@ class Calls:
         Returns:
             The answers, in the order of ``ranks``. Raises the errors of ``gather``.
         """
-        handles = self._handles if ranks is None else [self._handles[rank] for rank in ranks]
-        calls = zip(handles, arguments, strict=True)
-        return self.gather([getattr(handle, method).remote(*values) for handle, values in calls], what, ranks)
+        calls = zip(range(len(self._handles)) if ranks is None else ranks, arguments, strict=True)
+        return self.gather([ref for rank, own in calls for ref in self.submit(method, *own, ranks=[rank])], what, ranks)
 
-    def submit(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every actor without waiting; returns the object refs by rank, for ``gather``."""
-        return [getattr(handle, method).remote(*args) for handle in self._handles]
+    def submit(self, method: str, *args: object, ranks: Collection[int] | None = None, group: str = "") -> list[Any]:
+        """Call a method of actors without waiting.
+
+        Args:
+            method: The name of the method.
+            *args: Its arguments.
+            ranks: The actors' ranks; None: all of them.
+            group: The concurrency group in which the actors run it; "" for the one of their steps.
+
+        Returns:
+            The object refs in the order of ``ranks``, for ``gather`` or ``outcomes``.
+        """
+        handles = self._handles if ranks is None else [self._handles[rank] for rank in ranks]
+        methods = [getattr(handle, method) for handle in handles]
+        return [(one.options(concurrency_group=group) if group else one).remote(*args) for one in methods]
 
     def shared(self, value: object) -> Any:
         """Return an argument for many calls that stands for a value, which is serialized once and sent once a node."""
         return ray.put(value)
-
-    def beside(self, method: str, *args: object) -> list[Any]:
-        """Call a method in the actors' "disk" concurrency group, concurrently with their steps, without waiting.
-
-        Returns the object refs by rank, for ``outcomes``.
-        """
-        return [getattr(handle, method).options(concurrency_group="disk").remote(*args) for handle in self._handles]
 
     def outcomes(self, refs: Sequence[Any], given_up: threading.Event) -> list[Any]:
         """Wait for calls without a time limit, while their actors are alive.
@@ -135,18 +142,14 @@ class Calls:
             for the timeout, or ``given_up`` is set, the calls without an answer have a StalledError.
         """
         waiting, taken, silent = self.waiting(zip(refs, range(len(refs)), strict=True)), dict[Any, Answer](), False
-        while waiting.late and ray.is_initialized() and not given_up.is_set() and not silent:
+        while waiting.answers.late and ray.is_initialized() and not given_up.is_set() and not silent:
             answers, has_looked = waiting.take()
             taken |= {answer.ref: answer for answer in answers}
-            silent = has_looked and any(waiting.watch.silence(rank) > self._timeout for rank in waiting.late)
+            silent = has_looked and any(waiting.watch.silence(rank) > self._timeout for rank in waiting.answers.late)
         late = StalledError("it did not answer" if silent else "it had not answered when the job ended")
         if not ray.is_initialized():
             return [late] * len(refs)
         return [_outcome(taken[ref]) if ref in taken else late for ref in refs]
-
-    def one(self, rank: int, method: str, *args: object, what: str) -> Any:
-        """Call a method of one actor and return its answer. Raises the errors of ``gather``."""
-        return self.some([rank], method, *args, what=what)[0]
 
     def some(self, ranks: Sequence[int], method: str, *args: object, what: str) -> list[Any]:
         """Call a method of some actors at once, and wait for the answers.
@@ -163,10 +166,10 @@ class Calls:
         Raises:
             Exception: The errors of ``gather``.
         """
-        return self.gather([getattr(self._handles[rank], method).remote(*args) for rank in ranks], what, ranks)
+        return self.gather(self.submit(method, *args, ranks=ranks), what, ranks)
 
     def answers(
-        self, ranks: Iterable[int], method: str, *args: object, seconds: float, group: str = ""
+        self, ranks: Collection[int], method: str, *args: object, seconds: float, group: str = ""
     ) -> dict[int, Any]:
         """Call a method of some actors at once, and ignore those that fail or do not answer in time.
 
@@ -180,12 +183,8 @@ class Calls:
         Returns:
             The answers by rank, of the actors that answered.
         """
-        called = {rank: getattr(self._handles[rank], method) for rank in ranks}
-        refs = {
-            rank: (call.options(concurrency_group=group) if group else call).remote(*args)
-            for rank, call in called.items()
-        }
-        return self.answers_to(refs, seconds)
+        refs = self.submit(method, *args, ranks=ranks, group=group)
+        return self.answers_to(dict(zip(ranks, refs, strict=True)), seconds)
 
     def answers_to(self, refs: Mapping[int, Any], seconds: float) -> dict[int, Any]:
         """Wait for calls to some actors as ``answers`` does; return the answers by rank, of the actors that answered.
@@ -226,20 +225,20 @@ class Calls:
             pass  # the first error may be a consequence of another one: wait for the others too
         waiting, taken = self.waiting(zip(refs, owners, strict=True)), dict[Any, Answer]()
         failed_at: float | None = None
-        while waiting.late:
+        while waiting.answers.late:
             answers, has_looked = waiting.take(what if failed_at is None else None)
             taken |= {answer.ref: answer for answer in answers}
             if failed_at is None and any(answer.error for answer in answers):
                 failed_at = time.monotonic()
             if failed_at is not None and (
                 time.monotonic() - failed_at > _GRACE
-                or (has_looked and all(waiting.watch.silence(rank) > SILENT for rank in waiting.late))
+                or (has_looked and all(waiting.watch.silence(rank) > SILENT for rank in waiting.answers.late))
             ):
                 break
         errors = {taken[ref].rank: error for ref in refs if ref in taken and (error := taken[ref].error) is not None}
-        if errors or waiting.late:
-            errors |= self._died_idle(errors, waiting.late)
-            silent = [rank for rank in sorted(waiting.late) if waiting.watch.silence(rank) > SILENT]
+        if errors or waiting.answers.late:
+            errors |= self._died_idle(errors, waiting.answers.late)
+            silent = [rank for rank in sorted(waiting.answers.late) if waiting.watch.silence(rank) > SILENT]
             living = [rank for rank in owners if rank not in silent and not _is_death(errors.get(rank))]
             for rank, lines in sorted(self.answers(living, "printed", seconds=_SHORT, group="ctl").items()):
                 self._pass_on(rank, lines)
@@ -256,7 +255,7 @@ class Calls:
     def _pass_on(self, rank: int, lines: Sequence[str]) -> None:
         """Print lines of an actor, each with its name in front."""
         for line in lines:
-            sys.stdout.write(f"{self._world.label(rank)}: {line}\n")
+            sys.stdout.write(f"{self.world.label(rank)}: {line}\n")
         sys.stdout.flush()
 
     def waiting(self, refs: Iterable[tuple[Any, int]] = ()) -> Waiting:
@@ -269,12 +268,12 @@ class Calls:
 
     def abort(self) -> None:
         """Make every actor stop waiting. Waits only briefly for confirmation."""
-        refs = [handle.abort.options(concurrency_group="ctl").remote() for handle in self._handles]
+        refs = self.submit("abort", group="ctl")
         ray.wait(refs, num_returns=len(refs), timeout=_SHORT)
 
     def _query(self, rank: int) -> Any:
         """Query the progress of an actor, which answers even during a step; return the object ref of the call."""
-        return self._handles[rank].progress.options(concurrency_group="ctl").remote()
+        return self.submit("progress", ranks=[rank], group="ctl")[0]
 
     def _demand_progress(self, watch: ProgressWatch, ranks: Iterable[int], what: str) -> None:
         """Raise StalledError if an actor has been in one action for too long or does not answer.
@@ -297,7 +296,7 @@ class Calls:
                 doing, since = f"in action {action}" if action else "silent", stay
             else:
                 continue
-            raise StalledError(f"actor {self._world.label(rank)} was {doing} for {since:.0f} s during {what}")
+            raise StalledError(f"actor {self.world.label(rank)} was {doing} for {since:.0f} s during {what}")
 
     def _died_idle(self, errors: Mapping[int, Exception], late: Container[int]) -> dict[int, Exception]:
         """Return the errors of actors that died while none of their calls was under way, as between two tasks.
@@ -308,7 +307,7 @@ class Calls:
             errors: The errors of calls, by rank.
             late: The ranks whose calls are under way.
         """
-        causes = [_cause(error) for error in errors.values()]
+        causes = [cause_of(error) for error in errors.values()]
         if not causes or not all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             return {}
         ranks = range(len(self._handles))
@@ -318,15 +317,15 @@ class Calls:
 
     def _verdict(self, errors: dict[int, Exception], silent: Sequence[int], what: str) -> Exception:
         """Choose the error that caused the others. ``silent`` ranks have neither an error nor an answer."""
-        seen = [str(cause) for other in errors.values() if (cause := _cause(other)) is not other]
+        seen = [str(cause) for other in errors.values() if (cause := cause_of(other)) is not other]
         after = f"; seen from the others: {seen[0]}" if seen else ""
         for rank, error in errors.items():
             if _is_death(error):
-                text = f"actor {self._world.label(rank)} died during {what}{after}"
+                text = f"actor {self.world.label(rank)} died during {what}{after}"
                 return ActorDiedError(text, death_of(error, rank, self._monitors), rank)
-        causes = [_cause(error) for error in errors.values()]
+        causes = [cause_of(error) for error in errors.values()]
         if silent and all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
-            names = " and ".join(self._world.label(rank) for rank in silent)
+            names = " and ".join(self.world.label(rank) for rank in silent)
             return StalledError(f"actor {names} gives no answer, stopped or out of reach, during {what}{after}")
         for kind in (RouterError, NonFiniteError):  # the first names a router where it began
             for cause in causes:
@@ -340,30 +339,24 @@ class Calls:
         return JobError(f"{what} failed: an actor did not answer")
 
 
+@dataclass
 class Waiting:
     """Waits for calls to a job's actors, and watches those that are late.
 
-    Args:
+    Attributes:
         answers: The awaited answers.
         watch: Queries late actors.
         demand: Raises StalledError if one of them does not get on. Its arguments are the watch, the late ranks, and the
             operation's name.
     """
 
-    def __init__(
-        self, answers: Answers, watch: ProgressWatch, demand: Callable[[ProgressWatch, Iterable[int], str], None]
-    ) -> None:
-        self.watch = watch
-        self._answers, self._demand = answers, demand
-
-    @property
-    def late(self) -> Mapping[int, int]:
-        """By rank, the number of its calls that are under way."""
-        return self._answers.late
+    answers: Answers
+    watch: ProgressWatch
+    demand: Callable[[ProgressWatch, Iterable[int], str], None]
 
     def expect(self, ref: Any, rank: int) -> None:
         """Await one more call to a rank."""
-        self._answers.expect(ref, rank)
+        self.answers.expect(ref, rank)
 
     def take(self, what: str | None = None) -> tuple[list[Answer], bool]:
         """Wait briefly for answers.
@@ -377,10 +370,10 @@ class Waiting:
         Raises:
             StalledError: An actor does not answer, or has been in one action for too long.
         """
-        found = self._answers.take(LOOK)
-        has_looked = self.watch.listen(self.late)
+        found = self.answers.take(LOOK)
+        has_looked = self.watch.listen(self.answers.late)
         if has_looked and what is not None:
-            self._demand(self.watch, self.late, what)
+            self.demand(self.watch, self.answers.late, what)
         return found, has_looked
 
     def next(self, what: str) -> list[Answer]:
@@ -392,14 +385,9 @@ class Waiting:
 
 def _outcome(answer: Answer) -> Any:
     """Return the result of a call, or the exception that its actor has raised."""
-    return answer.value if answer.error is None else _cause(answer.error)
+    return answer.value if answer.error is None else cause_of(answer.error)
 
 
 def _is_death(error: Exception | None) -> TypeGuard[RayError]:
     """Return whether a call failed because the actor's process or node is gone."""
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
-
-
-def _cause(error: Exception) -> Exception:
-    """Return the exception that the actor raised, without Ray's wrapper."""
-    return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error

@@ -8,9 +8,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 
-from raypar.cluster.nodes.probes import ray_error_reason
+from raypar.cluster.nodes.probes import cause_of, ray_error_reason
 from raypar.errors import JobError
 
 _GROUP = 8 << 20  # bytes of a task, so many that computing takes longer than sending
@@ -78,8 +78,7 @@ def _answer(task: Any) -> list[bytes]:
         except GetTimeoutError:
             continue
         except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else None
-            if isinstance(cause, ValueError):
+            if isinstance(cause := cause_of(error), ValueError):
                 raise cause from error
             raise JobError(f"a task failed on the cluster: {ray_error_reason(error)}") from error
         return answer

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.errors import CheckpointError, first_line
-from raypar.actors.mesh.world import World
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.base import base_weights_fingerprint
 from raypar.checkpoint.manifest import manifest_of
@@ -30,27 +29,25 @@ class Saver:
     Args:
         run: The run.
         calls: Calls to its actors.
-        world: All ranks of the run, for the actors' names in messages.
 
     Attributes:
         newest: The newest checkpoint that was saved; None before the first.
         lost: Why the checkpoint at the end of the run was not saved; None if it was, or if it is not due yet.
     """
 
-    def __init__(self, run: Run, calls: Calls, world: World) -> None:
+    def __init__(self, run: Run, calls: Calls) -> None:
         self.newest: Path | None = None
         self.lost: BaseException | None = None
-        self._run, self._calls, self._world = run, calls, world
+        self._run, self._calls = run, calls
         self._thread = ThreadPoolExecutor(1, "raypar-save")
         self._under_way: Future[Path] | None = None
         self._asked: Future[None] | None = None
         self._given_up = threading.Event()
         self._prepared = False
 
-    def move(self, calls: Calls, world: World, run: Run | None = None) -> None:
+    def move(self, calls: Calls, run: Run | None = None) -> None:
         """Save from other actors from now on, in another layout, perhaps as another run. Nothing may be under way."""
-        self._calls, self._world = calls, world
-        self._prepared, self._run = False, run or self._run
+        self._calls, self._prepared, self._run = calls, False, run or self._run
 
     def due(self, step: int) -> bool:
         """Return whether the run asks for a checkpoint after ``step`` steps."""
@@ -202,7 +199,7 @@ class Saver:
         save = Save(absolute(folder), step)
         try:
             self._calls.submit("stage", weights_only)
-            refs = self._calls.beside("write", str(save.path), beside)
+            refs = self._calls.submit("write", str(save.path), beside, group="disk")
             self._under_way = self._thread.submit(self._finish, save, refs, keep_last)
         except BaseException:
             save.abort()
@@ -213,7 +210,7 @@ class Saver:
         with save:
             outcomes = self._calls.outcomes(refs, self._given_up)
             faults = [
-                f"actor {self._world.label(rank)}: {fault}"
+                f"actor {self._calls.world.label(rank)}: {fault}"
                 for rank, outcome in enumerate(outcomes)
                 if isinstance(outcome, Exception)
                 for fault in (outcome.faults if isinstance(outcome, CheckpointError) else [first_line(outcome)])

@@ -214,7 +214,7 @@ class Recorder:
     def start(self) -> None:
         """Make the actors record, from the start of a step on."""
         for rank, stage in self._wanted:
-            self._loaded.calls.one(rank, "probe", "record", stage, what=f"recording stage {stage}")
+            self._loaded.calls.some([rank], "probe", "record", stage, what=f"recording stage {stage}")
 
     def save(self, step: int) -> None:
         """Fetch the recordings of a step and write the files.
@@ -226,9 +226,8 @@ class Recorder:
             CheckpointError: If a file can't be written.
         """
         for (rank, stage), path in self._wanted.items():
-            layers, actions, tensors = self._loaded.calls.one(
-                rank, "probe", "recording", stage, what=f"fetching what stage {stage} did"
-            )
+            what = f"fetching what stage {stage} did"
+            ((layers, actions, tensors),) = self._loaded.calls.some([rank], "probe", "recording", stage, what=what)
             about = Recorded(
                 actor=self._loaded.world.label(rank),
                 stage=stage,

@@ -42,11 +42,11 @@ class Executor(ABC):
     """Makes the actors of a run take training steps.
 
     Args:
-        calls: Calls to the actors.
+        loaded: The run.
     """
 
-    def __init__(self, calls: Calls) -> None:
-        self._calls = calls
+    def __init__(self, loaded: LoadedRun) -> None:
+        self._calls, self._world, self._schedule = loaded.calls, loaded.world, loaded.schedule
 
     @abstractmethod
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> Any:
@@ -100,15 +100,16 @@ class Tasks(Executor):
     """
 
     def __init__(self, loaded: LoadedRun) -> None:
-        super().__init__(loaded.calls)
-        self._world, self._schedule = loaded.world, loaded.schedule
-        self._rows = self._rows_of(loaded.schedule)
-        sender = _Senders(loaded.world, loaded.schedule)
+        super().__init__(loaded)
+        self._rows, world = self._rows_of(loaded.schedule), loaded.world
+        members = [] if world.mesh.is_uneven else [world.trainers_of(pp) for pp in range(world.mesh.pp)]
+        index = {rank: at for of_one in members for at, rank in enumerate(of_one)}
         self._needs: dict[tuple[int, Action], tuple[int, Action]] = {}  # by rank and action, those of another rank
         for rank, row in enumerate(self._rows):
             for action in row:
                 for need in awaited(action, loaded.schedule) if action.op in RECVS else ():  # its SEND
-                    self._needs[rank, action] = sender.of(rank, action), need
+                    (peer,) = peers_of(world, rank, action, loaded.schedule)
+                    self._needs[rank, action] = members[peer][index[rank]] if members else peer, need
         self._awaited = frozenset(self._needs.values())
 
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _TaskStep:
@@ -171,8 +172,7 @@ class Dynamic(Executor):
     """
 
     def __init__(self, loaded: LoadedRun) -> None:
-        super().__init__(loaded.calls)
-        self._world, self._schedule = loaded.world, loaded.schedule
+        super().__init__(loaded)
         self._members = [loaded.world.trainers_in(row) for row in range(loaded.schedule.num_ranks)]
 
     def begin(self, step: int, epoch: int, copy_within: int, stream: int = 0) -> _DynamicStep:
@@ -250,25 +250,6 @@ class _TaskStep(_Begun):
     done: dict[tuple[int, Action], Any] = field(default_factory=dict)
 
 
-class _Senders:
-    """Finds the ranks that send what others receive.
-
-    Args:
-        world: The ranks.
-        schedule: The schedule.
-    """
-
-    def __init__(self, world: World, schedule: Schedule) -> None:
-        self._world, self._schedule = world, schedule
-        self._trainers = [] if world.mesh.is_uneven else [world.trainers_of(pp) for pp in range(world.mesh.pp)]
-        self._index = {rank: index for trainers in self._trainers for index, rank in enumerate(trainers)}
-
-    def of(self, rank: int, recv: Action) -> int:
-        """Return the rank that sends what a rank receives."""
-        (peer,) = peers_of(self._world, rank, recv, self._schedule)
-        return self._trainers[peer][self._index[rank]] if self._trainers else peer
-
-
 def _order(step: int, epoch: int, copy_within: int, stream: int = 0) -> bytes:
     """Return the argument of ``RayparActor.train``.
 
@@ -290,5 +271,5 @@ def _started(calls: Calls, world: World, step: int, epoch: int, copy_within: int
 def executor_of(loaded: LoadedRun) -> Executor:
     """Return the executor of a run."""
     if loaded.run.executor == "compiled":
-        return Compiled(loaded.calls)
+        return Compiled(loaded)
     return Dynamic(loaded) if loaded.run.order == "dynamic" else Tasks(loaded)

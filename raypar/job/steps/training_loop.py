@@ -75,7 +75,7 @@ class TrainingLoop:
         self._hand.forget()
         self.loaded, self.next_step, self.last = loaded, 0, None
         self.holds: Holds = ()
-        self._record, self.saver = record, Saver(loaded.run, loaded.calls, loaded.world)
+        self._record, self.saver = record, Saver(loaded.run, loaded.calls)
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._stops = Stops(loaded)
         self._evaluations, self._is_finished = Evaluations(loaded.run), False
@@ -83,7 +83,7 @@ class TrainingLoop:
     def move(self, loaded: LoadedRun, holds: Holds, run: Run | None = None) -> None:
         """Go on in another layout, between two steps, as another run if there is one."""
         self.loaded, self.holds, self._evaluations.run = loaded, holds, loaded.run
-        self.saver.move(loaded.calls, loaded.world, run)
+        self.saver.move(loaded.calls, run)
         self._record.move(loaded.run, loaded.schedule, self.next_step, loaded.skeleton, is_other=run is not None)
         self._stragglers, self._stops = Stragglers(loaded.world), Stops(loaded)
 

@@ -508,6 +508,7 @@ def test_a_step_takes_no_less_than_it_took_its_actors():
     results, learned = [SimpleNamespace(start=0.0, end=0.25), SimpleNamespace(start=0.5, end=8.0)], []
     deadline = SimpleNamespace(learn=learned.append)
     calls = SimpleNamespace(handles=[], gather=lambda refs, what: results, deadline=deadline)
-    ahead = StepsAhead(calls, Compiled(calls), 1, 0, lambda step: 0)
+    executor = Compiled(SimpleNamespace(calls=calls, world=None, schedule=None))
+    ahead = StepsAhead(calls, executor, 1, 0, lambda step: 0)
     ahead.hand_over(0, 2)
     assert [ahead.collect()[1] for _ in range(2)] == [7.5, 7.5] == learned

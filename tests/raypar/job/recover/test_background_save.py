@@ -28,9 +28,13 @@ class Actors:
     def __init__(self):
         self.value, self.staged, self.wrong, self.go = 0.0, [], {}, threading.Event()
         self.go.set()
-        self.asked, self.besides = [], []
+        self.asked, self.besides, self.world = [], [], World(Mesh(pp=2))
 
-    def submit(self, method, *args):
+    def submit(self, method, *args, group=""):
+        if group:
+            assert (method, group) == ("write", "disk")
+            self.besides.append(args[1])
+            return [(rank, copies, args[0]) for rank, copies in enumerate(self.staged)]
         self.asked.append(method)
         if method == "make_room":
             return None
@@ -40,11 +44,6 @@ class Actors:
         for rank, copies in enumerate(self.staged):
             copies.take([(f"w{rank}", torch.full((2,), self.value))])
         return None
-
-    def beside(self, method, folder, beside):
-        assert method == "write"
-        self.besides.append(beside)
-        return [(rank, copies, folder) for rank, copies in enumerate(self.staged)]
 
     def outcomes(self, refs, given_up):
         while not self.go.wait(0.01):
@@ -61,7 +60,7 @@ def actors():
 
 
 def saver_of(actors, folder, **changes):
-    return Saver(Run(steps=10, folder=str(folder), **changes), actors, World(Mesh(pp=2)))
+    return Saver(Run(steps=10, folder=str(folder), **changes), actors)
 
 
 def steps_in(folder):
@@ -77,7 +76,7 @@ def test_when_one_is_due(actors, tmp_path):
 
     assert due(saver_of(actors, tmp_path, save_every=4)) == [4, 8, 10, 12]
     assert due(saver_of(actors, tmp_path)) == [10]
-    assert due(Saver(Run(steps=10), actors, World(Mesh()))) == []
+    assert due(Saver(Run(steps=10), actors)) == []
 
 
 def test_training_does_not_wait_for_it_but_the_next_save_does(actors, tmp_path):
