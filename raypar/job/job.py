@@ -8,9 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from raypar.actors.bounds import Count, Steps
+from raypar.actors.bounds import Count, NotNegative, Probability, Seed, Steps
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.sampling import Sampling
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.cluster.lifecycle.actors import Actors
@@ -24,10 +25,11 @@ from raypar.job.start.lifetime import Lifetime
 from raypar.job.start.resume import Prepared
 from raypar.job.start.run_switch import RunSwitch
 from raypar.job.stepping.stepper import Stepper
+from raypar.job.steps.averages import demand_averages
 from raypar.job.steps.displayed import Callback
-from raypar.job.text.generation import TextGenerator
+from raypar.job.text.generation import TextGeneration, request_of
 from raypar.job.text.growing_text import Continuation
-from raypar.job.text.scoring import Scored, TextScorer
+from raypar.job.text.scoring import Scored, scores
 from raypar.notebook import box, text_block
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
@@ -174,15 +176,69 @@ class Job(Inspection):
         """
         return export_hf(self._loop, folder, dtype, ema=ema)
 
-    @property
-    def generate(self) -> Callable[..., list[Continuation]]:
-        """Generate text with the present weights: ``job.generate(prompts, 64)``; see ``TextGenerator.generate``."""
-        return TextGenerator(self._loop).generate
+    def generate(
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        max_new_tokens: Count = 64,
+        *,
+        temperature: NotNegative = 0.0,
+        top_k: Count | None = None,
+        top_p: Probability = 1.0,
+        seed: Seed = 0,
+        stop: Sequence[str | int] | None = None,
+        on: Callable[[int, int, str], object] | None = None,
+        ema: bool = False,
+    ) -> list[Continuation]:
+        """Go on with prompts, with the present weights: several at a time, with the same tokens on every mesh.
 
-    @property
-    def score(self) -> Callable[..., list[Scored]]:
-        """Score texts with the present weights: ``job.score(texts)``; see ``TextScorer.score``."""
-        return TextScorer(self._loop).score
+        Args:
+            prompts: A text, or several, which begin as the tokenizer begins one, with ``<bos>``, say; or the token ids
+                of each, as they are.
+            max_new_tokens: The most tokens that each prompt gets. With the prompt they must fit the model's positions.
+            temperature: What logits are divided by before one is drawn; 0 takes the likeliest token.
+            top_k: Draw only from so many of the likeliest tokens; None: from all.
+            top_p: Draw only from the fewest of the likeliest tokens that have this probability together.
+            seed: Seed of what is drawn. What is drawn for a prompt depends on this, its number and its position alone.
+            stop: Texts and token ids that end a text, without them; None: what the files beside the tokenizer say.
+            on: Called with every new token: the number of its prompt, its id, and what it adds to the text. That is ""
+                until a character is whole, or while it might be the beginning of a stop.
+            ema: Whether to use the averages of the weights, which a run with ``ema`` keeps.
+
+        Returns:
+            The continuation of each prompt, in their order.
+
+        Raises:
+            ConfigError: The run can't generate, a prompt does not fit, or the memory is too small. Nothing has begun.
+            CallError: An exception on actors that live; the job goes on.
+            JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
+        """
+        self._loop.demand_ready()
+        if ema:
+            demand_averages(self._run)
+        every = [prompts] if isinstance(prompts, str) else prompts
+        request = request_of(self._run, every, max_new_tokens, Sampling(temperature, top_k, top_p, seed), stop)
+        with self._loop.generating("generate", ema=ema):
+            return TextGeneration(request, lambda: self._loop.loaded, self._loop.read, ema=ema).run(on)
+
+    def score(self, texts: Sequence[str | Sequence[int]], batch: Count = 4) -> list[Scored]:
+        """Score texts with the present weights: several at a time, the same numbers on every mesh but for rounding.
+
+        Args:
+            texts: Texts, which begin as the tokenizer begins one, with ``<bos>``, say, or the token ids of each, as
+                they are; two tokens at least, and one more than the model's ``seq`` at most.
+            batch: The most texts that a stage computes at a time.
+
+        Returns:
+            The scores of each text, in their order.
+
+        Raises:
+            ConfigError: The run can't score, or a text does not fit. Nothing has begun.
+            CallError: An exception on actors that live; the job goes on.
+            JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
+        """
+        self._loop.demand_ready()
+        with self._loop.generating("score"):
+            return scores(lambda: self._loop.loaded, self._loop.read, texts, batch)
 
     def stepper(self) -> Stepper:
         """Return a Stepper for the next training step, action by action; the same one if its step has already begun."""

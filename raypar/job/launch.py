@@ -24,7 +24,7 @@ from raypar.job.job import Job
 from raypar.job.recover.chaos import injectable, never_happen
 from raypar.job.start.before_launch import look_ahead
 from raypar.job.start.conversion import convert_on_cluster
-from raypar.job.start.resume import Prepared, prepared
+from raypar.job.start.resume import prepared
 from raypar.job.start.run_folders import replaced, settled
 from raypar.paths import AUTO, absolute
 from raypar.reporting.progress import on_screen
@@ -105,37 +105,19 @@ def launch_in(
     look_ahead(checked)
     for warning in never_happen(chaos, run, checked.taken):
         log.warning("%s", warning)
+    from raypar.actors.worker.actor import RayparActor  # after the checks: it imports torch
+
     run = settled(run)
-    with replaced(run.folder if overwrite else None):
-        return _launched(checked._replace(run=run), waits, chaos, may_lack_folder=may_lack_folder, group=group)
-
-
-def _name_of(run: Run) -> str:
-    """Return the name of a job, with which its actors and its placement group begin in Ray's state and dashboard."""
-    folder = "" if run.folder is None else absolute(run.folder).name[:_LONGEST_NAME]
-    return "-".join(filter(None, ("raypar", user_name(), folder, uuid.uuid4().hex[:8])))
-
-
-def _launched(
-    checked: Prepared,
-    waits: Waits,
-    chaos: Sequence[InjectedFault],
-    *,
-    may_lack_folder: bool,
-    group: PlacementGroup | None,
-) -> Job:
-    """Launch a run that was checked."""
-    from raypar.actors.worker.actor import RayparActor
-
-    run, world = checked.run, world_of(checked.run)
-    with ExitStack() as undo:
+    with replaced(run.folder if overwrite else None), ExitStack() as undo:
         name, record = _name_of(run), Record(run)
         undo.callback(record.close)
         with on_screen():
             log_plan(run, checked.programs["train"], checked.skeleton, checked.taken)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
-        actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group, run.resources)
+        actors = start_actors(
+            RayparActor, world_of(run), run.device, name, waits, run.spares, seen, group, run.resources
+        )
         undo.callback(actors.end)
         if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
             log.warning(
@@ -149,3 +131,9 @@ def _launched(
         job = Job(checked._replace(run=run), actors, name, record, chaos)
         undo.pop_all()
         return job
+
+
+def _name_of(run: Run) -> str:
+    """Return the name of a job, with which its actors and its placement group begin in Ray's state and dashboard."""
+    folder = "" if run.folder is None else absolute(run.folder).name[:_LONGEST_NAME]
+    return "-".join(filter(None, ("raypar", user_name(), folder, uuid.uuid4().hex[:8])))

@@ -54,8 +54,8 @@ class HarnessModel:
     beginning before a text without context.
 
     Attributes:
-        score: Scores lists of token ids, as ``TextScorer.score`` does.
-        generate: Goes on with lists of token ids, as ``TextGenerator.generate`` does.
+        score: Scores lists of token ids, as ``Job.score`` does.
+        generate: Goes on with lists of token ids, as ``Job.generate`` does.
         encode: Returns the token ids of a text.
         seq: Most tokens in a sequence.
         begin: The token before a text without context.

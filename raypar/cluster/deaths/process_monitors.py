@@ -18,27 +18,11 @@ log = logging.getLogger(__name__)
 _ANSWER = 0.75  # seconds within which another node reports a death: a recovery waits for it
 
 
-class ProcessMonitor:
-    """A Ray actor that monitors the processes of a job's actors on its node, and outlives them."""
-
-    def __init__(self) -> None:
-        self._processes = Processes()
-
-    def know(self, located: Mapping[int, Located]) -> None:
-        """Monitor these processes of this node, by rank, and no others from now on."""
-        self._processes.know(located)
-
-    def seen(self, rank: int) -> ProcessReport:
-        """Return the report of an actor that has died."""
-        return self._processes.seen(rank)
-
-    def kill(self, rank: int) -> None:
-        """End the process of an actor."""
-        self._processes.kill(rank)
-
-
 class ProcessMonitors:
-    """The processes of actors on all nodes, by rank. No method waits for long."""
+    """The processes of actors on all nodes, by rank. No method waits for long.
+
+    Each other node has a Ray actor of the class Processes, its monitor, which outlives the job's actors there.
+    """
 
     def __init__(self) -> None:
         self._own = Processes()
@@ -117,4 +101,4 @@ def _start(node: str) -> Any:
     decorate: Any = ray.remote
     pin = NodeAffinitySchedulingStrategy(node, soft=False)
     options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": pin}
-    return decorate(num_cpus=0)(ProcessMonitor).options(**options).remote()
+    return decorate(num_cpus=0)(Processes).options(**options).remote()

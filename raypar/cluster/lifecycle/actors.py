@@ -68,14 +68,12 @@ class Actors:
             name: The new actor's name in Ray's dashboard, to which numbers are added.
         """
         _try(ray.kill, self.handles[number])
-        bundle = self.bundles[number]
-        if bundle.is_draining:  # its replacement is starting already
+        self.handles[number], bundle = None, self.bundles[number]
+        is_lost = bundle.is_draining or (bool(bundle.node) and not is_lasting(bundle.node))
+        if is_lost:
             _try(ActorBundle.give_back, bundle)
-            self.handles[number] = None
-            return
-        if is_lost := bool(bundle.node) and not is_lasting(bundle.node):
-            _try(ActorBundle.give_back, bundle)
-        self._replace(number, name, None if is_lost else bundle)
+        if not bundle.is_draining:  # else its replacement is starting already
+            self._claim_for(name, None if is_lost else bundle)
 
     def leave(self, nodes: Collection[str], name: str) -> None:
         """Start a replacement elsewhere for each actor on nodes that are being drained. Those go on meanwhile.
@@ -95,16 +93,15 @@ class Actors:
         Args:
             first: The number of the first actor without one.
         """
+        self._end_from(first, lambda bundle: bundle.is_draining)
+
+    def _end_from(self, first: int, is_left: Callable[[ActorBundle], bool]) -> None:
+        """End the actors from a number on whose bundles ``is_left`` selects."""
         for number in reversed(range(first, len(self.handles))):
-            if self.handles[number] is not None and self.bundles[number].is_draining:
+            if self.handles[number] is not None and is_left(self.bundles[number]):
                 _try(ray.kill, self.handles[number])
                 _try(ActorBundle.give_back, self.bundles[number])
                 del self.handles[number], self.bundles[number]
-
-    def _replace(self, number: int, name: str, bundle: ActorBundle | None, starting: Any = None) -> None:
-        """Start a replacement for an actor that is lost."""
-        self.handles[number] = None
-        self._claim_for(name, bundle, starting)
 
     def _claim_for(self, name: str, bundle: ActorBundle | None, starting: Any = None) -> None:
         """Start an actor; see ``PendingActor``."""
@@ -157,11 +154,7 @@ class Actors:
         Args:
             first: The number of the first actor that may end.
         """
-        for number in reversed(range(first, len(self.handles))):
-            if self.handles[number] is not None and self.bundles[number].is_claimed:
-                _try(ray.kill, self.handles[number])
-                _try(ActorBundle.give_back, self.bundles[number])
-                del self.handles[number], self.bundles[number]
+        self._end_from(first, lambda bundle: bundle.is_claimed)
 
     def hoped(self, wait: float = 0.0) -> list[PendingActor]:
         """Return the replacements that may still start in time; see ``wait_for_actors``."""
@@ -179,7 +172,8 @@ class Actors:
         answered, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_HEARD) if calls else ([], [])
         for number, ref in calls.items():
             if ref not in answered:
-                self._replace(number, name, self.bundles[number], starting=self.handles[number])
+                self._claim_for(name, self.bundles[number], starting=self.handles[number])
+                self.handles[number] = None
             elif not succeeded(ref):
                 self.replace_actor(number, name)
 

@@ -12,6 +12,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -34,38 +35,29 @@ _LOOK = 0.5  # seconds between two checks of a placement group
 _HOLD = 5.0  # seconds for which some of the groups are held while other jobs wait
 
 
+@dataclass
 class Claim:
     """The placement groups of a job. ``make`` requests them from Ray, ``wait`` waits until they have resources.
 
-    Args:
+    Attributes:
         world: The ranks.
-        blocks: Their blocks, each of which must be on one node.
-        nodes: Ray's id of the node on which each block must be; "" if Ray chooses.
-        spares: Number of actors without a rank, which may be on any node.
+        pins: The blocks of actors, each of which must be on one node, with Ray's id of that; "" if Ray chooses it.
         share: The resources of each actor.
         job: The job's name, which begins the groups' names.
     """
 
-    def __init__(
-        self,
-        world: World,
-        blocks: Sequence[tuple[int, ...]],
-        nodes: Sequence[str],
-        spares: int,
-        share: ActorResources,
-        job: str,
-    ) -> None:
-        self._world, self._share, self._job = world, share, job
-        self._blocks = [*blocks, *((number,) for number in range(world.size, world.size + spares))]
-        self._nodes = [*nodes, *[""] * spares]
-        self._groups = list[PlacementGroup]()
+    world: World
+    pins: Sequence[tuple[tuple[int, ...], str]]
+    share: ActorResources
+    job: str
+    _groups: list[PlacementGroup] = field(default_factory=list)
 
     def make(self) -> None:
         """Request the groups from Ray, without waiting for them."""
         with patience("their placement") as ctrl_c:  # a group that this object does not know would stay pending
-            for block, node in zip(self._blocks, self._nodes, strict=True):
-                name = f"{self._job} {actor_name(self._world, block[0])}"
-                self._groups.append(claimed(name, self._share, len(block), node))
+            for block, node in self.pins:
+                name = f"{self.job} {actor_name(self.world, block[0])}"
+                self._groups.append(claimed(name, self.share, len(block), node))
         ctrl_c.heed()
 
     def wait(self, seconds: float) -> None:
@@ -97,12 +89,12 @@ class Claim:
         tables: dict[str, Any] = placement_group_table()
         on = [tables[group.id.hex()]["bundles_to_node_id"][0] for group in self._groups]
         found = dict[int, ActorBundle]()
-        for size in {len(block) for block in self._blocks}:
-            alike = [index for index, block in enumerate(self._blocks) if len(block) == size]
-            chosen = alike if any(self._nodes) else sorted(alike, key=lambda index: on[index])
+        for size in {len(block) for block, _ in self.pins}:
+            alike = [index for index, (block, _) in enumerate(self.pins) if len(block) == size]
+            chosen = alike if any(node for _, node in self.pins) else sorted(alike, key=lambda index: on[index])
             for index, group in zip(alike, chosen, strict=True):
                 in_use = set(range(size))
-                for bundle, number in enumerate(self._blocks[index]):
+                for bundle, number in enumerate(self.pins[index][0]):
                     found[number] = ActorBundle(self._groups[group], bundle, on[group], in_use)
         return [found[number] for number in range(len(found))]
 
@@ -125,15 +117,12 @@ class Claim:
     def _message(self, why: str) -> str:
         """Return a message with the resources needed, those of the cluster, and the jobs that hold them."""
         own, table = {group.id.hex() for group in self._groups}, placement_group_table()
-        there = [
-            block
-            for block, group in zip(self._blocks, self._groups, strict=True)
-            if table[group.id.hex()]["state"] == "CREATED"
-        ]
-        part = f"; room for {sum(map(len, there))} of {sum(map(len, self._blocks))} actors is there" if there else ""
+        sizes = [(len(block), group) for (block, _), group in zip(self.pins, self._groups, strict=True)]
+        there = sum(size for size, group in sizes if table[group.id.hex()]["state"] == "CREATED")
+        part = f"; room for {there} of {sum(size for size, _ in sizes)} actors is there" if there else ""
         coming = coming_nodes()
         added = "" if coming is None else f"; {coming or 'no'} node{'s are' if coming != 1 else ' is'} coming"
-        return f"{no_room(self._world, living_nodes(), why, self._share)}{part}{added}{holders(own)}"
+        return f"{no_room(self.world, living_nodes(), why, self.share)}{part}{added}{holders(own)}"
 
 
 def claimed(name: str, share: ActorResources, actors: int = 1, node: str = "") -> PlacementGroup:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import ray
 import torch
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raypar.actors.errors import first_line
@@ -32,7 +32,7 @@ from raypar.cluster.lifecycle.claims import Claim, actor_name, claimed
 from raypar.cluster.lifecycle.replacement_actors import ActorBundle
 from raypar.cluster.nodes.nodes import demand_alike, living_nodes
 from raypar.cluster.placement.devices import ActorResources, demand_build, share_of
-from raypar.cluster.placement.given_group import bundles_of_group, captured, chosen_bundles, free_bundles, too_small
+from raypar.cluster.placement.given_group import bundles_of_group, chosen_bundles, free_bundles, too_small
 from raypar.cluster.placement.placement import Node, blocks_of, place, placement_lines, split_message
 from raypar.cluster.placement.shortage import TOO_SMALL, no_room
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
@@ -128,7 +128,10 @@ def start_actors(
         grows = waits.nodes > 0
         nodes = _roomy(world, count, resources.cpus, grows=grows)
         share = share_of(device, resources, count, _num_gpus(nodes, group), built=built, grows=grows)
-        bundles, claim = _inside(group or captured(), share, count, waits.room if group else None), None
+        bundles, claim = (
+            _inside(group or get_current_placement_group(), share, count, waits.room if group else None),
+            None,
+        )
         if not bundles:
             claim, nodes = _claim(world, nodes, share, resources.placement_strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)
@@ -287,18 +290,18 @@ def _claim(
         raise RoomError([no_room(world, nodes, fix + _STRATEGIES.get(strategy, TOO_SMALL), share)])
     waits = now.is_worse_than(whole)
     found = whole if waits else now
-    blocks = blocks_of(world, found.split)
+    blocks, used = blocks_of(world, found.split), list(nodes)
+    spare = [((number,), "") for number in range(world.size, world.size + spares)]
     if waits and strategy != "STRICT_SPREAD":
-        if strategy == "STRICT_PACK":
-            blocks = [tuple(range(world.size))]
-        return Claim(world, blocks, [""] * len(blocks), spares, share, job), list(nodes)
+        chosen = [tuple(range(world.size))] if strategy == "STRICT_PACK" else blocks
+        return Claim(world, [*((block, "") for block in chosen), *spare], share, job), used
     if found.split:
         log.warning("%s", split_message(world, found, share))
-    pins = [node.id for block in blocks if (node := found.nodes[block[0]]) is not None]
-    used = [node for node in nodes if node.id in {*pins}]
+    pins = [(block, node.id) for block in blocks if (node := found.nodes[block[0]]) is not None]
+    used = [node for node in nodes if node.id in {pin for _, pin in pins}]
     if len(used) > 1:
         log.info("actors on %d nodes: %s", len(used), "; ".join(placement_lines(world, found, used)))
-    return Claim(world, blocks, pins, spares, share, job), used
+    return Claim(world, [*pins, *spare], share, job), used
 
 
 def _remote(cls: type, share: ActorResources) -> Any:
@@ -354,17 +357,16 @@ def _connect() -> bool:
             logging_level=logging.ERROR,
             object_store_memory=256 * 2**20,  # bytes: small, because tensors never go through it
         )
-    except Exception as error:  # Ray raises many types, Exception itself among them
+    except BaseException as error:  # Ray raises many types; at a Ctrl-C, parts of Ray are running already
         ray.shutdown()
+        if not isinstance(error, Exception):
+            raise
         raise JobError(
             f"Ray does not start on this machine ({first_line(error)}): try again if the machine is busy "
             f"(load {os.getloadavg()[0]:.0f} on {num_cores()} cores), with {_PATIENCE}=300 for more than "
             f"{os.environ[_PATIENCE]} s; else see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray of yours "
             "is left running"
         ) from error
-    except BaseException:  # Ctrl-C: parts of Ray are running already
-        ray.shutdown()
-        raise
     finally:
         os.umask(old)
     return True

@@ -123,13 +123,9 @@ class PendingActor:
         elif has_come and succeeded(self.awaited):
             return self._handle, self._bundle
         elif has_come or time.monotonic() > self._until:  # it has died, or does not answer
-            self._give_up()
+            self.close()
             self._search()
         return None
-
-    def close(self) -> None:
-        """Stop the replacement, and end the actor that has not answered yet."""
-        self._give_up()
 
     def _search(self) -> None:
         self._claimed = self._claim(self._name)
@@ -142,7 +138,8 @@ class PendingActor:
         self.awaited = self._handle.progress.options(concurrency_group="ctl").remote()
         self._until = time.monotonic() + seconds
 
-    def _give_up(self) -> None:
+    def close(self) -> None:
+        """Stop the replacement, and end the actor that has not answered yet."""
         with suppress(RayError):
             if self._handle is not None:
                 ray.kill(self._handle)
@@ -154,8 +151,7 @@ class PendingActor:
 
 def succeeded(ref: Any) -> bool:
     """Return whether a finished call succeeded."""
-    try:
+    with suppress(RayError):
         ray.get(ref)
-    except RayError:
-        return False
-    return True
+        return True
+    return False

@@ -27,9 +27,8 @@ class DrainNotices:
     def __init__(self, server: ControlServer) -> None:
         self._server = server
         self.names: dict[str, str] = {}
-        self._waits: dict[
-            str, float
-        ] = {}  # by id: until when the run waits for replacements, in seconds of time.monotonic
+        # By id: until when the run waits for replacements, in seconds of time.monotonic.
+        self._waits: dict[str, float] = {}
         self._next_look = 0.0
 
     def look(self) -> bool:

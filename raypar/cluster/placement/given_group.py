@@ -7,20 +7,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup as PlacementGroup
-from ray.util.placement_group import get_current_placement_group, placement_group_table
+from ray.util.placement_group import placement_group_table
 
 from raypar.cluster.placement.devices import ActorResources
-from raypar.cluster.placement.placement import amount_text, free_text, room, wants
+from raypar.cluster.placement.placement import amount_text, amounts_text, room, wants
 from raypar.cluster.ray_private import free_resources, held_resources
 from raypar.errors import ConfigError
 
 _FIX = "give one that is there and has room, or leave placement_group out"
 Bundles = Mapping[int, Mapping[str, float]]  # the resources of each bundle, by its number
-
-
-def captured() -> PlacementGroup | None:
-    """Return the placement group that captures this process's child tasks; None if it is in none, or a driver."""
-    return get_current_placement_group()
 
 
 def bundles_of_group(group: PlacementGroup) -> Bundles:
@@ -90,14 +85,8 @@ def too_small(group: PlacementGroup, bundles: Bundles, free: Bundles, share: Act
         share: The resources of an actor.
         actors: Number of actors.
     """
-    has = "; ".join(
-        f"bundle {number} "
-        + " and ".join(
-            f"{amount_text(kind, amount)} ({free_text(kind, free[number].get(kind, 0.0))} free)"
-            for kind, amount in resources.items()
-        )
-        for number, resources in sorted(bundles.items())
-    )
+    of_each = sorted(bundles.items())
+    has = "; ".join(f"bundle {number} {amounts_text(resources, free[number])}" for number, resources in of_each)
     each = " and ".join(amount_text(kind, amount) for kind, amount in wants(share).items())
     return (
         f"placement_group {_named(group)} has room for {len(chosen_bundles(free, share, actors))} of {actors} actors, "

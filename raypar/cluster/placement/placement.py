@@ -22,12 +22,8 @@ from raypar.cluster.placement.devices import ActorResources
 RACK = "rack"  # the label of nodes, as in ray start --labels=rack=a
 _EPSILON = 1e-9
 _MOST_NODES = 8  # nodes that a message names
-_LADDER: tuple[Axis, ...] = (
-    "pp",
-    "dp",
-    "cp",
-    "tp",
-)  # from the axis that may cross nodes first to the one that may do so last
+# From the axis that may cross nodes first to the one that may do so last.
+_LADDER: tuple[Axis, ...] = ("pp", "dp", "cp", "tp")
 _RACK_LADDER: tuple[Axis, ...] = ("dp", "pp", "cp", "tp")
 
 
@@ -338,10 +334,6 @@ def amount_text(name: str, amount: float) -> str:
 
 
 def _has(node: Node, share: ActorResources) -> str:
-    amounts = " and ".join(
-        f"{amount_text(unit, node.total.get(unit, 0.0))} ({free_text(unit, node.free.get(unit, 0.0))} free)"
-        for unit in wants(share)
-    )
     unlike = [
         f"label {name}={node.labels[name]}" if name in node.labels else f"no label {name}"
         for name, wanted in share.labels.items()
@@ -349,9 +341,18 @@ def _has(node: Node, share: ActorResources) -> str:
     ]
     if unlike:
         return f"{' and '.join(unlike)}: room for 0"
-    return f"{amounts}: room for {room(node.total, share)}"
+    amounts = {unit: node.total.get(unit, 0.0) for unit in wants(share)}
+    return f"{amounts_text(amounts, node.free)}: room for {room(node.total, share)}"
 
 
-def free_text(name: str, amount: float) -> str:
+def amounts_text(amounts: Mapping[str, float], free: Mapping[str, float]) -> str:
+    """Return amounts of resources as text, and how much of each is free, such as "2 CPUs (1 free)"."""
+    return " and ".join(
+        f"{amount_text(name, amount)} ({free_text(name, free)} free)" for name, amount in amounts.items()
+    )
+
+
+def free_text(name: str, free: Mapping[str, float]) -> str:
     """Return the free amount of a resource as text."""
+    amount = free.get(name, 0.0)
     return f"{amount / 2**30:.1f}" if name == "memory" else f"{amount:g}"

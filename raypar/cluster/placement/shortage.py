@@ -9,7 +9,7 @@ from ray.util.placement_group import placement_group_table
 
 from raypar.actors.mesh.world import World
 from raypar.cluster.placement.devices import ActorResources
-from raypar.cluster.placement.placement import Node, amount_text, free_text, room_text, wants
+from raypar.cluster.placement.placement import Node, amount_text, amounts_text, free_text, room_text, wants
 from raypar.schedules.float_sum import float_sum
 
 TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
@@ -27,14 +27,9 @@ def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources
     """
     wanted = wants(share)
     need = " and ".join(amount_text(name, world.size * amount) for name, amount in wanted.items())
-    have = []
-    for name in wanted:
-        total, free = (
-            float_sum(node.total.get(name, 0.0) for node in nodes),
-            float_sum(node.free.get(name, 0.0) for node in nodes),
-        )
-        amount = amount_text(name, total) if len(wanted) > 1 else f"{total:g}"
-        have.append(f"{amount} ({free_text(name, free)} free)")
+    total = {name: float_sum(node.total.get(name, 0.0) for node in nodes) for name in wanted}
+    free = {name: float_sum(node.free.get(name, 0.0) for node in nodes) for name in wanted}
+    have = amounts_text(total, free) if len(wanted) > 1 else f"{total['CPU']:g} ({free_text('CPU', free)} free)"
     others = f" ({len(world.server_ranks)} of them servers)" if world.servers else ""
     if world.mesh.expert_actors:
         others = f" ({world.mesh.actors - world.mesh.size} of them for experts)"
@@ -42,7 +37,7 @@ def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources
     on = f" on nodes with {labels}" if labels else ""
     each = f" ({room_text(nodes, share)})" if len(nodes) > 1 or labels else ""
     return (
-        f"mesh: {world.size} actors{others} need {need}{on}, the cluster has {' and '.join(have)} "
+        f"mesh: {world.size} actors{others} need {need}{on}, the cluster has {have} "
         f"on {len(nodes)} node{'s' if len(nodes) != 1 else ''}{each}: {why}"
     )
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.bounds import Count, NotNegative, Probability, Seed
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.data.tokenizers.tokenizer import Tokenizer
 from raypar.actors.machine.this_machine import computes_here, free_memory
@@ -16,14 +15,12 @@ from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
-from raypar.config.arguments import checked_arguments
 from raypar.config.programs import zero_actions_of
 from raypar.config.schedule import Loaded, with_zero
 from raypar.config.validate.generation import generation_faults, prompt_faults
 from raypar.errors import ConfigError
 from raypar.job.start.loaded_run import LoadedRun
-from raypar.job.steps.averages import demand_averages, use_averages
-from raypar.job.steps.training_loop import TrainingLoop
+from raypar.job.steps.averages import use_averages
 from raypar.job.text.growing_text import Continuation, GrowingText, Request
 from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.schedules.action import Action, Op
@@ -33,7 +30,7 @@ from raypar.schedules.schedule import Schedule
 log = logging.getLogger(__name__)
 
 Read = Callable[[Callable[[], list[Any]]], list[Any]]
-OnToken = Callable[[int, int, str], None]
+OnToken = Callable[[int, int, str], object]
 
 _ENOUGH = 8  # prompts of a group whose products of matrices take longer than to read a stage's weights
 _AHEAD = 2  # steps that the actors have beside the one that is waited for
@@ -94,67 +91,6 @@ def tokenizer_of(run: Run) -> Tokenizer | None:
     return Tokenizer(None) if is_text and model.vocab >= 256 else None
 
 
-class TextGenerator:
-    """Generates text on the actors of a job, with the weights that they have now.
-
-    Args:
-        loop: The job's training loop.
-    """
-
-    def __init__(self, loop: TrainingLoop) -> None:
-        self._loop = loop
-
-    @checked_arguments
-    def generate(
-        self,
-        prompts: str | Sequence[str | Sequence[int]],
-        max_new_tokens: Count = 64,
-        *,
-        temperature: NotNegative = 0.0,
-        top_k: Count | None = None,
-        top_p: Probability = 1.0,
-        seed: Seed = 0,
-        stop: Sequence[str | int] | None = None,
-        on: Callable[[int, int, str], None] | None = None,
-        ema: bool = False,
-    ) -> list[Continuation]:
-        """Go on with prompts: several at a time, each with the same tokens on every mesh.
-
-        Args:
-            prompts: A text, or several, which begin as the tokenizer begins one, with ``<bos>``, say; or the token ids
-                of each, as they are.
-            max_new_tokens: The most tokens that each prompt gets. With the prompt they must fit the model's positions.
-            temperature: What logits are divided by before one is drawn; 0 takes the likeliest token.
-            top_k: Draw only from so many of the likeliest tokens; None: from all.
-            top_p: Draw only from the fewest of the likeliest tokens that have this probability together.
-            seed: Seed of what is drawn. What is drawn for a prompt depends on this, its number and its position alone.
-            stop: Texts and token ids that end a text, without them; None: what the files beside the tokenizer say.
-            on: Called with every new token: the number of its prompt, its id, and what it adds to the text. That is ""
-                until a character is whole, or while it might be the beginning of a stop.
-            ema: Whether to use the averages of the weights, which a run with ``ema`` keeps.
-
-        Returns:
-            The continuation of each prompt, in their order.
-
-        Raises:
-            ConfigError: The run can't generate, a prompt does not fit, or the memory is too small. Nothing has begun.
-            CallError: An exception on actors that live; the job goes on.
-            JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
-        """
-        self._loop.demand_ready()
-        if ema:
-            demand_averages(self._loop.loaded.run)
-        sampling = Sampling(temperature, top_k, top_p, seed)
-        every = [prompts] if isinstance(prompts, str) else prompts
-        request = request_of(self._loop.loaded.run, every, max_new_tokens, sampling, stop)
-        with self._loop.generating("generate", ema=ema):
-            if isinstance(self._loop.loaded.run.model, Layers):
-                log.warning(
-                    "modules of transformers keep no keys and values here: each token computes its whole text again"
-                )
-            return TextGeneration(request, lambda: self._loop.loaded, self._loop.read, ema=ema).run(on)
-
-
 class TextGeneration:
     """One generation on the actors of a job.
 
@@ -180,6 +116,10 @@ class TextGeneration:
         self._handed: deque[list[Any]] = deque()
         self._groups: dict[int, list[list[int]]] = {}  # by replica and group, the numbers of its prompts
         self._made = 0  # tokens that each text has got, or would have if it were not at its end
+        if isinstance(loaded().run.model, Layers):
+            log.warning(
+                "modules of transformers keep no keys and values here: each token computes its whole text again"
+            )
         self._demand_room(loaded())
 
     def run(self, on: OnToken | None = None) -> list[Continuation]:

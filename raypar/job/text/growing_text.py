@@ -44,28 +44,8 @@ class Request:
     tokenizer: Tokenizer | None
 
 
-class TextStream:
-    """The text of tokens that arrive one by one: each character as soon as it is whole.
-
-    Args:
-        tokenizer: The tokenizer.
-
-    Attributes:
-        text: The text so far, of whole characters, without special tokens.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._tokens, self.text = tokenizer, list[int](), ""
-
-    def add(self, token: int) -> None:
-        """Take a token."""
-        self._tokens.append(token)
-        whole = self._tokenizer.decoded(self._tokens, special=False).rstrip("\ufffd")
-        self.text = max(self.text, whole, key=len)
-
-
 class GrowingText:
-    """One text while it grows.
+    """One text while it grows token by token: each character as soon as it is whole.
 
     Args:
         request: The request for generation.
@@ -77,52 +57,41 @@ class GrowingText:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._stream = None if request.tokenizer is None else TextStream(request.tokenizer)
         self.tokens: list[int] = []
         self.is_over = False
+        self._text = ""  # of whole characters, without special tokens; "" without a tokenizer
         self._returned = 0  # characters of the text that were returned
 
     def add(self, token: int) -> str | None:
         """Take a token; return what it adds to the text that surely stays, None if it adds no token."""
-        if self.is_over:
-            return None
-        self.is_over = token in self._request.stop_tokens
+        self.is_over = self.is_over or token in self._request.stop_tokens
         if self.is_over:
             return None
         self.tokens.append(token)
-        if self._stream is None:
-            return ""
-        self._stream.add(token)
-        self.is_over = any(stop in self._stream.text for stop in self._request.stop_texts)
+        if self._request.tokenizer is not None:
+            whole = self._request.tokenizer.decoded(self.tokens, special=False).rstrip("\ufffd")
+            self._text = max(self._text, whole, key=len)
+        self.is_over = any(stop in self._text for stop in self._request.stop_texts)
         return self._new_text(len(self._cut()) if self.is_over else self._sure())
 
     def end(self) -> str:
         """Return the end of the text, which was held back because a stop might have begun in it."""
-        return "" if self._stream is None else self._new_text(len(self._cut()))
+        return self._new_text(len(self._cut()))
 
     def continuation(self) -> Continuation:
         """Return the generated text so far."""
-        return Continuation(tuple(self.tokens), None if self._stream is None else self._cut(), self.is_over)
+        return Continuation(tuple(self.tokens), None if self._request.tokenizer is None else self._cut(), self.is_over)
 
     def _new_text(self, stop: int) -> str:
-        assert self._stream is not None
-        new, self._returned = self._stream.text[self._returned : stop], max(self._returned, stop)
+        new, self._returned = self._text[self._returned : stop], max(self._returned, stop)
         return new
 
     def _cut(self) -> str:
         """Return the text up to its first stop."""
-        assert self._stream is not None
-        text = self._stream.text
-        return text[: min((text.index(stop) for stop in self._request.stop_texts if stop in text), default=len(text))]
+        found = (self._text.index(stop) for stop in self._request.stop_texts if stop in self._text)
+        return self._text[: min(found, default=len(self._text))]
 
     def _sure(self) -> int:
         """Return how many characters can't become part of a stop."""
-        assert self._stream is not None
-        text = self._stream.text
-        held = (
-            length
-            for stop in self._request.stop_texts
-            for length in range(1, len(stop))
-            if text.endswith(stop[:length])
-        )
-        return len(text) - max(held, default=0)
+        starts = (stop[:length] for stop in self._request.stop_texts for length in range(1, len(stop)))
+        return len(self._text) - max((len(start) for start in starts if self._text.endswith(start)), default=0)

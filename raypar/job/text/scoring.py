@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from math import log
 from typing import Any
 
-from raypar.actors.bounds import Count
 from raypar.actors.specs.sampling import Prompts, Sampling
-from raypar.config.arguments import checked_arguments
 from raypar.errors import ConfigError
 from raypar.job.start.loaded_run import LoadedRun
-from raypar.job.steps.training_loop import TrainingLoop
 from raypar.job.text.generation import Read, forwards_of, groups_by_rank, prompt_groups, request_of, submitted
 from raypar.schedules.float_sum import float_sum
 
@@ -43,42 +40,10 @@ class Scored:
         return -float_sum(self.logs) / log(2) / self.num_bytes
 
 
-class TextScorer:
-    """Scores texts on the actors of a job, with the weights that they have now.
-
-    Args:
-        loop: The job's training loop.
-    """
-
-    def __init__(self, loop: TrainingLoop) -> None:
-        self._loop = loop
-
-    @checked_arguments
-    def score(self, texts: Sequence[str | Sequence[int]], batch: Count = 4) -> list[Scored]:
-        """Score texts: several at a time, with the same numbers on every mesh but for rounding.
-
-        Args:
-            texts: Texts, which begin as the tokenizer begins one, with ``<bos>``, say, or the token ids of each, as
-                they are; two tokens at least, and one more than the model's ``seq`` at most.
-            batch: The most texts that a stage computes at a time.
-
-        Returns:
-            The scores of each text, in their order.
-
-        Raises:
-            ConfigError: The run can't score, or a text does not fit. Nothing has begun.
-            CallError: An exception on actors that live; the job goes on.
-            JobError: An actor failed, and the job is over; or the job is generating, or in the middle of a step.
-        """
-        self._loop.demand_ready()
-        with self._loop.generating("score"):
-            return scores(lambda: self._loop.loaded, self._loop.read, texts, batch)
-
-
 def scores(
     loaded: Callable[[], LoadedRun], read: Read, texts: Sequence[str | Sequence[int]], batch: int
 ) -> list[Scored]:
-    """Score texts; see ``TextScorer.score``.
+    """Score texts; see ``Job.score``.
 
     Args:
         loaded: Returns the run as the actors have it now.

@@ -93,7 +93,9 @@ def claim_of(mesh, nodes=None, spares=0, job="job"):
     world = World(mesh)
     size = world.mesh.tensor_ranks
     blocks = [tuple(range(first, first + size)) for first in range(0, world.size, size)]
-    return Claim(world, blocks, nodes or [""] * len(blocks), spares, CPU, job)
+    blocks += [(number,) for number in range(world.size, world.size + spares)]
+    pins = zip(blocks, [*(nodes or [""] * (len(blocks) - spares)), *[""] * spares], strict=True)
+    return Claim(world, [*pins], CPU, job)
 
 
 def test_ranks_that_follow_each_other_get_the_groups_of_one_node(monkeypatch):

@@ -72,7 +72,7 @@ def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
 
     monkeypatch.setattr(ray_cluster, "ray", SimpleNamespace(is_initialized=lambda: True, shutdown=lambda: None))
     monkeypatch.setattr(ray_cluster, "_connect", lambda: False)
-    monkeypatch.setattr(ray_cluster, "captured", lambda: None)
+    monkeypatch.setattr(ray_cluster, "get_current_placement_group", lambda: None)
     room = {"CPU": 4.0}
     monkeypatch.setattr(ray_cluster, "living_nodes", lambda: [Node("n", "host", "10.0.0.1", room, room)])
     monkeypatch.setattr(claims, "placement_group", claims_one)

@@ -76,7 +76,7 @@ def test_without_what_is_free_all_of_a_node_counts(cluster, monkeypatch):
 def claim(world, nodes, share=CPU, strategy="PACK", *, grows=False):
     """Return the blocks that would be claimed, and the node of each."""
     found, _ = ray_cluster._claim(world, nodes, share, strategy, 1, "job", grows=grows)
-    return found._blocks, [one.removeprefix("id of ") for one in found._nodes]
+    return [block for block, _ in found.pins], [node.removeprefix("id of ") for _, node in found.pins]
 
 
 def test_a_claim_pins_every_block_to_its_node_and_leaves_to_ray_what_is_not_free_yet(caplog):
