@@ -438,7 +438,9 @@ MAY_IMPORT = {
         "schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/cluster": "actors actors/machine raypar",
-    "raypar/cluster/calls": "actors actors/specs raypar raypar/cluster raypar/cluster/deaths schedules",
+    "raypar/cluster/calls": (
+        "actors actors/specs raypar raypar/cluster raypar/cluster/deaths raypar/cluster/nodes schedules"
+    ),
     "raypar/cluster/deaths": "actors/machine actors/specs raypar raypar/cluster raypar/cluster/nodes",
     "raypar/cluster/lifecycle": (
         "actors actors/machine actors/mesh actors/specs raypar raypar/cluster raypar/cluster/nodes "
@@ -510,8 +512,8 @@ MAY_IMPORT = {
         "raypar/reporting schedules schedules/passes"
     ),
     "raypar/job/text": (
-        "actors actors/data/tokenizers actors/machine actors/specs raypar raypar/config "
-        "raypar/config/validate raypar/job/start raypar/job/steps raypar/planner/memory schedules"
+        "actors/data/tokenizers actors/machine actors/specs raypar raypar/config raypar/config/validate "
+        "raypar/job/start raypar/job/steps raypar/planner/memory schedules"
     ),
     "raypar/parity": (
         "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/machine actors/mesh "

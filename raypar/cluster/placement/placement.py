@@ -18,6 +18,7 @@ from raypar.actors.mesh.mesh import AXES, Axis
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.resources import PlacementStrategy
 from raypar.cluster.placement.devices import ActorResources
+from raypar.schedules.grouped import grouped
 
 RACK = "rack"  # the label of nodes, as in ray start --labels=rack=a
 _EPSILON = 1e-9
@@ -200,10 +201,8 @@ class _Filling:
 
     def __init__(self, world: World, nodes: Sequence[Node], left: Mapping[str, int]) -> None:
         self._world, self._everywhere = world, _FreeNodes(nodes, left)
-        in_rack = dict[str, list[Node]]()
-        for node in nodes:
-            in_rack.setdefault(node.rack, []).append(node)
-        self._racks = {rack: _FreeNodes(members, left) for rack, members in in_rack.items()}
+        in_racks = grouped((node.rack, node) for node in nodes)
+        self._racks = {rack: _FreeNodes(members, left) for rack, members in in_racks.items()}
         self._last: Node | None = None
         self.of: dict[int, Node] = {}
 
@@ -258,9 +257,7 @@ class _Filling:
                 self._everywhere.close(node)
 
     def _parts(self, ranks: tuple[int, ...], axis: Axis) -> list[tuple[int, ...]]:
-        parts: dict[int, list[int]] = {}
-        for rank in ranks:
-            parts.setdefault(self._world.mesh.coordinate(rank)[axis], []).append(rank)
+        parts = grouped((self._world.mesh.coordinate(rank)[axis], rank) for rank in ranks)
         return [tuple(part) for part in parts.values()]
 
     def _put(self, ranks: tuple[int, ...], node: Node) -> None:
@@ -286,10 +283,7 @@ def blocks_of(world: World, split: Collection[tuple[int, ...]] = ()) -> list[tup
 
 def placement_lines(world: World, placement: Placement, nodes: Sequence[Node]) -> Iterator[str]:
     """Yield a line for each node that has actors: its name and theirs."""
-    ranks_on = dict[str, list[int]]()
-    for rank, host in enumerate(placement.nodes):
-        if host is not None:
-            ranks_on.setdefault(host.id, []).append(rank)
+    ranks_on = grouped((host.id, rank) for rank, host in enumerate(placement.nodes) if host is not None)
     for node in nodes:
         if ranks := ranks_on.get(node.id):
             yield f"{node}: {', '.join(world.label(rank) for rank in ranks)}"

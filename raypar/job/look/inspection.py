@@ -29,6 +29,7 @@ from raypar.reporting.tables.actor_table import Whereabouts, actor_of, lost_acto
 from raypar.reporting.tables.memory_table import MemoryTable, memory_table
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import size
+from raypar.schedules.grouped import grouped
 from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.timeline import Timeline
 
@@ -132,21 +133,18 @@ class Inspection:
             found = self._probed(ranks, "fetching weights", "masters")
             held = dict(zip(ranks, found, strict=True))
             for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
-                group = self._parts_of(name, next(rank for rank in ranks if name in held[rank]))
-                parts = [held[rank][name] for rank in group]
-                yield originals.get(name, name), self._joined(name, group, parts)
+                first = next(rank for rank in ranks if name in held[rank])
+                yield originals.get(name, name), self._joined(name, first, held)
 
     def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
         originals, seen = self._skeleton.originals, set[tuple[int, str]]()
         for rank in self._world.holders(dp):
             ranks = self._world.tensor_group(rank)
-            held = self._probed(ranks, "fetching weights", "parameters")
+            held = dict(zip(ranks, self._probed(ranks, "fetching weights", "parameters"), strict=True))
             for name in self._spoken(rank):
                 if (end := (self._world.pp(rank), name)) not in seen:  # others of its experts' group may have it too
                     seen.add(end)
-                    by_rank = dict(zip(ranks, held, strict=True))
-                    group = self._parts_of(name, rank)
-                    yield originals.get(name, name), self._joined(name, group, [by_rank[one][name] for one in group])
+                    yield originals.get(name, name), self._joined(name, rank, held)
 
     def grad(self, name: str) -> Tensor | None:
         """Fetch a gradient of the latest step as the optimizer saw it: summed over the replicas, and clipped.
@@ -165,10 +163,8 @@ class Inspection:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
-        holders: dict[str, list[int]] = {}  # of each parameter, the first ranks of the tensor groups that hold it
-        for rank in self._updaters:
-            for name in self._spoken(rank):
-                holders.setdefault(name, []).append(rank)
+        # Of each parameter, the first ranks of the tensor groups that hold it.
+        holders = grouped((name, rank) for rank in self._updaters for name in self._spoken(rank))
         found = self._gradients_from({name: ranks[:1] for name, ranks in holders.items()})
         left = {name: ranks[1:] for name, ranks in holders.items() if name not in found}
         found |= self._gradients_from(left)  # as with ZeRO, where only one replica has it
@@ -192,9 +188,8 @@ class Inspection:
         found = {}
         for name, ranks in holders.items():
             for rank in ranks:
-                group = self._parts_of(name, rank)
                 if parts[rank][name] is not None:
-                    found[name] = self._joined(name, group, [parts[one][name] for one in group])
+                    found[name] = self._joined(name, rank, parts)
                     break
         return found
 
@@ -273,16 +268,12 @@ class Inspection:
         actors = self._lifetime.actors
         spare = Calls(actors.handles[world.size :], world, self._run.timeout)
         found = spare.answers(range(len(spare.handles)), "located", seconds=HEARD, group="ctl")
-        return Whereabouts(
-            [
-                *(
-                    actor_of(world.label(rank), at.get(rank), progress.get(rank), events.get(rank, []))
-                    for rank in everyone
-                ),
-                *(without_rank(found.get(number)) for number in range(len(spare.handles))),
-                *(lost_actor_row(has_room=vacancy.has_room) for vacancy in actors.pending),
-            ]
-        )
+        rows = [
+            actor_of(world.label(rank), at.get(rank), progress.get(rank), events.get(rank, [])) for rank in everyone
+        ]
+        rows += (without_rank(found.get(number)) for number in range(len(spare.handles)))
+        rows += (lost_actor_row(has_room=vacancy.has_room) for vacancy in actors.pending)
+        return Whereabouts(rows)
 
     def memory(self) -> MemoryTable:
         """Return the memory of every actor by kind: predicted, and measured in the latest step."""
@@ -386,8 +377,10 @@ class Inspection:
         """Fetch a logical tensor from a rank, or from its whole tensor group if the rank holds only a part."""
         ranks = self._parts_of(name, rank)
         parts = self._probed(ranks, f"fetching {name}", method, name)
-        return None if parts[0] is None else self._joined(name, ranks, parts)
+        held = {one: {name: part} for one, part in zip(ranks, parts, strict=True)}
+        return None if parts[0] is None else self._joined(name, rank, held)
 
-    def _joined(self, name: str, ranks: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
-        """Join the parts that these ranks hold of a logical tensor."""
-        return join_shards([self._holds[rank][name] for rank in ranks], parts)
+    def _joined(self, name: str, rank: int, held: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
+        """Join a logical tensor that a rank holds, whole or with its tensor group; ``held`` is what each rank has."""
+        ranks = self._parts_of(name, rank)
+        return join_shards([self._holds[one][name] for one in ranks], [held[one][name] for one in ranks])

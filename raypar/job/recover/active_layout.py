@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
@@ -91,34 +92,32 @@ def _roles(world: World, ranks: Iterable[int], before: Mapping[int, int] | None 
     return found
 
 
+@dataclass
 class ActiveLayout:
     """The active layout of a run on a job's actors.
 
-    Args:
+    Attributes:
         lifetime: The life of the job's actors.
         job: The job's name.
         device: Device that the actors compute on.
         faults: Faults that are injected on purpose.
         moved: See ``Moved``.
-
-    Attributes:
+        snapshots: The actors' snapshots.
+        processes: By rank, the process of its actor.
         loaded: The run in the layout that it has now.
         layout: That layout.
         layouts: All layouts of the run.
-        snapshots: The actors' snapshots.
     """
 
-    def __init__(
-        self, lifetime: Lifetime, job: str, device: DeviceKind, faults: Sequence[InjectedFault], moved: Moved
-    ) -> None:
-        self._lifetime = lifetime
-        self._job = job
-        self._device = device
-        self._faults = faults
-        self._moved = moved
-        self._generation = self._number = 0  # how often actors have joined groups, and the layout has changed
-        self.snapshots, self._witnesses = Snapshots(), lifetime.witnesses
-        self.processes = list[ProcessIdentity]()  # by rank
+    lifetime: Lifetime
+    job: str
+    device: DeviceKind
+    faults: Sequence[InjectedFault]
+    moved: Moved
+    snapshots: Snapshots = field(default_factory=Snapshots)
+    processes: Sequence[ProcessIdentity] = ()
+    _generation: int = 0  # how often actors have joined groups
+    _number: int = 0  # how often the layout has changed
 
     def load(self, loaded: LoadedRun, layouts: Layouts, found: VerifiedCheckpoint | None) -> None:
         """Replace the run by another one, without calling its actors yet.
@@ -137,7 +136,7 @@ class ActiveLayout:
     def others(self) -> Calls:
         """Calls to the actors that have no rank."""
         world, timeout = self.loaded.world, self.loaded.run.timeout
-        return Calls(self._lifetime.actors.handles[world.size :], world, timeout)
+        return Calls(self.lifetime.actors.handles[world.size :], world, timeout)
 
     def share(self) -> Sequence[Any]:
         """Make every process hold the snapshots of all actors of its node; see ``Snapshots.share``."""
@@ -150,7 +149,7 @@ class ActiveLayout:
             layout: The layout.
             present: The ranks of the present layout whose actors are alive and stay.
         """
-        actors, world = self._lifetime.actors, self.loaded.world
+        actors, world = self.lifetime.actors, self.loaded.world
         others = [number for number in range(world.size, len(actors.handles)) if actors.stays(number)]
         actors.assign_ranks(rank_assignment(world, layout.world, present, others))
         if layout is self.layout:
@@ -166,7 +165,7 @@ class ActiveLayout:
             layout: The layout.
             numbers: By rank, the previous number of its actor.
         """
-        self._lifetime.actors.assign_ranks(numbers)
+        self.lifetime.actors.assign_ranks(numbers)
         self._change(layout)
 
     def commit(self, holds: Holds, layouts: Layouts | None = None) -> None:
@@ -177,7 +176,7 @@ class ActiveLayout:
             layouts: The layouts, if the present one becomes the full-size one, which a shrunk run returns to.
         """
         self._reported, self.layouts = self.loaded, layouts or self.layouts
-        self._moved(self.loaded, holds, None if layouts is None else layouts.whole.run)
+        self.moved(self.loaded, holds, None if layouts is None else layouts.whole.run)
 
     def again(self, taken: int, found: VerifiedCheckpoint | None = None) -> tuple[int, str]:
         """Start the run again on its actors. Returns after which step it goes on, and where its state is from.
@@ -217,17 +216,17 @@ class ActiveLayout:
         """
         self._generation += 1
         self.snapshots.are_kept_for_stop = False
-        loaded, named = self.loaded, (self._job, self._generation, self._device)
+        loaded, named = self.loaded, (self.job, self._generation, self.device)
         run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
-        plans = plans_of(run, self.layout.programs, *named, self._faults, self._number)
+        plans = plans_of(run, self.layout.programs, *named, self.faults, self._number)
         holds = loaded.start(plans, found, again=again)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)
         self.processes = [located[rank].process if rank in located else unknown for rank in ranks]
-        bundles, here = self._lifetime.actors.bundles, own_identity().pid_domain
+        bundles, here = self.lifetime.actors.bundles, own_identity().pid_domain
         others = [rank for rank, at in located.items() if at.process.pid_domain != here]
         elsewhere = dict(zip(others, nodes_of(bundles[rank] for rank in others), strict=True))
-        self._witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)
+        self.lifetime.witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)
         align(loaded.calls, located)
         return holds
 
@@ -245,11 +244,11 @@ class ActiveLayout:
     @property
     def name(self) -> str:
         """A name that is unique for this job and the groups that its actors have joined last."""
-        return f"{self._job}@{self._generation}"
+        return f"{self.job}@{self._generation}"
 
     def _change(self, layout: Layout) -> None:
         self.layout, self._number = layout, self._number + 1
-        self.loaded = loaded_on(self._lifetime, layout.run, layout.programs, self.loaded.skeleton)
+        self.loaded = loaded_on(self.lifetime, layout.run, layout.programs, self.loaded.skeleton)
 
     def _newest(self) -> VerifiedCheckpoint | None:
         """Return the newest checkpoint of the run, or else the one that it began with."""

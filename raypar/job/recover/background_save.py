@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.shards import ShardFile
 from raypar.actors.errors import CheckpointError, first_line
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.base import base_weights_fingerprint
-from raypar.checkpoint.manifest import manifest_of
+from raypar.checkpoint.manifest import Manifest, manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls.calls import Calls
 from raypar.config.toml import plain_of
@@ -217,16 +219,24 @@ class Saver:
             ]
             CheckpointError.raise_if(faults)
             shards = [outcome for outcome in outcomes if outcome is not None]
-            manifest = manifest_of(
-                save.step, self._run.seed, plain_of(self._run), shards, base_weights_fingerprint(self._run)
-            )
-            self.newest = save.commit(manifest, keep_last)
+            self.newest = save.commit(run_manifest(self._run, save.step, shards), keep_last)
             return self.newest
 
     def _answered(self, asked: Sequence[Sequence[Any]], then: Callable[..., None]) -> None:
         answers = [self._calls.outcomes(refs, self._given_up) for refs in asked]
         if not any(isinstance(answer, Exception) for of_all in answers for answer in of_all):
             then(*answers)
+
+
+def run_manifest(run: Run, step: int, shards: Iterable[tuple[ShardFile, Mapping[str, Logical]]]) -> Manifest:
+    """Return the manifest of a checkpoint of a run.
+
+    Args:
+        run: The run.
+        step: Number of steps taken.
+        shards: What actors have written; see ``manifest_of``.
+    """
+    return manifest_of(step, run.seed, plain_of(run), shards, base_weights_fingerprint(run))
 
 
 def _warn(saved: Future[Path]) -> None:

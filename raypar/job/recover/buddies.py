@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.actors.specs.results import StepResult
 from raypar.actors.specs.run import Run
+from raypar.schedules.grouped import grouped
 
 log = logging.getLogger(__name__)
 # Most time of waiting for copies, as a share of the steps' time and in seconds; beyond it copies become less frequent.
@@ -39,10 +40,7 @@ def buddies_of(nodes: Sequence[str]) -> tuple[int | None, ...]:
     Returns:
         By rank, its buddy; None if there is no other node, or if its node is not known.
     """
-    ranks_on = dict[str, list[int]]()
-    for rank, node in enumerate(nodes):
-        if node:
-            ranks_on.setdefault(node, []).append(rank)
+    ranks_on = grouped((node, rank) for rank, node in enumerate(nodes) if node)
     ring = [rank for of_one in sorted(ranks_on.values(), key=lambda ranks: (-len(ranks), ranks)) for rank in of_one]
     buddies: list[int | None] = [None] * len(nodes)
     if len(ranks_on) < 2:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from raypar.errors import ActorDiedError, Death, JobError, PreemptedError, RayLostError
 
@@ -46,10 +45,6 @@ class Failure:
         who = f", with {self.size}" if self.size else who
         after = f"after step {self.back_to} (from {self.source})" if self.back_to else "from the start"
         return f"the run goes on {after}{who}, {self.seconds:.1f} s after the failure"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the failure as plain values, for the run folder."""
-        return asdict(self)
 
     @classmethod
     def ending(cls, step: int, error: JobError, lost: float) -> Failure:

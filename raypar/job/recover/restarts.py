@@ -103,7 +103,7 @@ class Restarts:
     """
 
     def __init__(self, lifetime: Lifetime, job: str, active: ActiveLayout) -> None:
-        self._lifetime, self._job, self._witnesses = lifetime, job, lifetime.witnesses
+        self._lifetime, self._job = lifetime, job
         self.active = active
         self._next_look, self._notices, self._is_stay_logged = 0.0, DrainNotices(lifetime.server), False
         self.failures, self.awaits_room = Failures(0), False
@@ -122,7 +122,7 @@ class Restarts:
         self.active.load(loaded, Layouts(Layout(loaded.run, programs), loaded.skeleton), found)
         self.failures = Failures(loaded.run.max_failures)
         here, bundles = own_node(), self._lifetime.actors.bundles[: loaded.world.size]
-        self._witnesses.attend({*nodes_of(bundles)} - {here, ""})  # they start while the actors do
+        self._lifetime.witnesses.attend({*nodes_of(bundles)} - {here, ""})  # they start while the actors do
         with self._lifetime.guarded(patient=False):
             holds = self.active.join(found)
             self.active.share()
@@ -380,7 +380,7 @@ class Restarts:
         if not gone:
             return
         for rank in gone:
-            self._witnesses.kill(rank)
+            self._lifetime.witnesses.kill(rank)
             actors.replace_actor(rank, f"{self._job} {world.label(rank)}")
         actors.demand_answers(world.size, f"{self._job} spare")
         actors.wait_for_actors(max(world.size, self.active.layouts.whole.world.size))

@@ -14,18 +14,17 @@ from raypar.actors.checkpoint.snapshot_address import Address, Recipient, Snapsh
 from raypar.actors.machine.process_identity import ProcessIdentity, own_identity
 from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.specs.run import Run
-from raypar.checkpoint.base import base_weights_fingerprint
-from raypar.checkpoint.manifest import manifest_of
 from raypar.checkpoint.save import Save
 from raypar.cluster.calls.calls import Calls
-from raypar.config.toml import plain_of
 from raypar.errors import JobError
+from raypar.job.recover.background_save import run_manifest
 from raypar.job.recover.buddies import CopyPace, buddies_of, failure_domains
 from raypar.job.recover.transfers import Steps, chosen_holders, has_all, holders_of, transfers
 from raypar.job.start.lifetime import HEARD
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.paths import CHECKPOINTS, absolute, checkpoints
 from raypar.planner.memory.snapshots import kept_copies
+from raypar.schedules.grouped import grouped
 
 _HEARD = 5.0  # seconds in which an actor that takes no part in the run answers
 
@@ -211,10 +210,7 @@ class Snapshots:
 
 def _by_domain(addresses: Iterable[Address]) -> dict[str, list[Address]]:
     """Return addresses by the domain in which processes can open the files that are there."""
-    found = dict[str, list[Address]]()
-    for address in addresses:
-        found.setdefault(address.process.pid_domain, []).append(address)
-    return found
+    return grouped((address.process.pid_domain, address) for address in addresses)
 
 
 def takes_snapshots(run: Run) -> bool:
@@ -257,6 +253,4 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
         refs = [writing[rank].remote(step, shares, str(save.path)) for rank, shares in writes.items()]
         written = calls.gather(refs, "saving snapshots", [*writes])
         shards = [shard for of_one in written for shard in of_one]
-        return save.commit(
-            manifest_of(step, run.seed, plain_of(run), shards, base_weights_fingerprint(run)), run.keep_last
-        )
+        return save.commit(run_manifest(run, step, shards), run.keep_last)

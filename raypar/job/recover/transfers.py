@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
+from raypar.schedules.grouped import grouped
 
 Steps = Sequence[Mapping[SnapshotOwner, Sequence[int]]]
 """by actor, the steps of its snapshots, by share: actors with a rank first, in the order of their ranks"""
@@ -39,10 +40,8 @@ def transfers(
         needed: By rank, the shares that it needs.
         step: Number of steps taken; at least one actor has each share of it.
     """
-    givers, sent, ranks_on = _givers(steps, len(nodes), step), Counter[SnapshotOwner](), dict[str, list[int]]()
-    for rank, node in enumerate(nodes):
-        ranks_on.setdefault(node or f"rank {rank}", []).append(rank)
-    for ranks in ranks_on.values():
+    givers, sent = _givers(steps, len(nodes), step), Counter[SnapshotOwner]()
+    for ranks in grouped((node or f"rank {rank}", rank) for rank, node in enumerate(nodes)).values():
         lacked = dict.fromkeys(share for rank in ranks for share in _lacking(step, steps[rank], needed[rank]))
         for number, share in enumerate(lacked):
             having = givers[share]
@@ -83,12 +82,7 @@ def holders_of(step: int, steps: Mapping[int, Mapping[SnapshotOwner, Sequence[in
         step: Number of steps taken.
         steps: By actor, the steps of its snapshots, by share.
     """
-    found = dict[SnapshotOwner, list[int]]()
-    for actor, has in steps.items():
-        for share, there in has.items():
-            if step in there:
-                found.setdefault(share, []).append(actor)
-    return found
+    return grouped((share, actor) for actor, has in steps.items() for share, there in has.items() if step in there)
 
 
 def _givers(steps: Steps, size: int, step: int) -> dict[SnapshotOwner, list[int]]:

@@ -106,9 +106,8 @@ def predicate_faults(predicate: Callable[[ComputedValue], object]) -> list[str]:
     if code is None or not code.co_argcount:
         return []
     argument = code.co_varnames[code.co_argcount - 1 if code.co_varnames[0] == "self" else 0]
-    known = [
-        name for name in {*dir(ComputedValue), *(one.name for one in fields(ComputedValue))} if not name.startswith("_")
-    ]
+    names = {*dir(ComputedValue), *(one.name for one in fields(ComputedValue))}
+    known = sorted(name for name in names if not name.startswith("_"))
     used, before = dict[str, None](), None
     for one in dis.get_instructions(code):
         if one.opname.startswith("STORE_FAST") and one.argval == argument:
@@ -116,9 +115,5 @@ def predicate_faults(predicate: Callable[[ComputedValue], object]) -> list[str]:
         if one.opname in ("LOAD_ATTR", "LOAD_METHOD") and before == argument and not one.argval.startswith("_"):
             used[one.argval] = None
         before = one.argval if one.opname.startswith("LOAD_FAST") else None
-    return [_unknown_attribute(name, sorted(known)) for name in used if name not in known]
-
-
-def _unknown_attribute(name: str, known: list[str]) -> str:
-    guess = did_you_mean(name, known, f"it has {', '.join(known)}")
-    return f"break_on: what was seen has no {name!r}: {guess}"
+    guesses = {name: did_you_mean(name, known, f"it has {', '.join(known)}") for name in used if name not in known}
+    return [f"break_on: what was seen has no {name!r}: {guess}" for name, guess in guesses.items()]

@@ -16,6 +16,7 @@ from pydantic_core import to_json
 from raypar.actors.bounds import Step
 from raypar.actors.checkpoint.shards import is_plain, read_shard, write_shard
 from raypar.actors.errors import CheckpointError
+from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import short_repr
@@ -155,6 +156,29 @@ def _reader() -> TypeAdapter[Any]:
     return TypeAdapter(Recorded)
 
 
+def _request_faults(path: Path, stage: int, dp: int, mesh: Mesh, schedule: Schedule) -> Iterator[str]:
+    """Yield the reasons why a stage can't be recorded; for the arguments see ``Recorder.begin``."""
+    if not is_plain(path.name):
+        yield f"{path.name!r} is no name for a recording: use letters, digits, '.', '_' and '-'"
+    if path.is_dir():
+        yield f"{str(path)!r} is a folder: give a file"
+    elif path.exists() and not path.is_file():
+        yield f"{str(path)!r} is a device or a pipe: give a file"
+    elif not path.parent.is_dir():
+        yield f"there is no folder {str(path.parent)!r}: make it, or give another path"
+    if not 0 <= stage < schedule.num_stages:
+        yield f"there is no stage {stage}: the schedule has {schedule.num_stages}, counted from 0"
+    if not 0 <= dp < mesh.dp:
+        yield f"there is no replica dp={dp}: the mesh has {mesh.dp}, counted from 0"
+    if mesh.tensor_ranks > 1:
+        tp = mesh.tp
+        yield f"mesh.tp={tp} divides a stage over actors, and a part of it can't be replayed alone: set mesh.tp to 1"
+    if mesh.cp > 1:
+        yield f"mesh.cp={mesh.cp} divides the tokens over actors, and a part can't be replayed alone: set it to 1"
+    if schedule.skips:
+        yield "model.skips has skips between stages, which a recording of one does not have: look with peek"
+
+
 class Recorder:
     """The recordings that the user has requested of a step.
 
@@ -181,33 +205,8 @@ class Recorder:
             ConfigError: If there is no such stage or replica, if stages are divided over tp or cp, or if the file can't
                 be written. The text lists all faults.
         """
-        path, faults = absolute(path), []
-        if not is_plain(path.name):
-            faults.append(f"{path.name!r} is no name for a recording: use letters, digits, '.', '_' and '-'")
-        if path.is_dir():
-            faults.append(f"{str(path)!r} is a folder: give a file")
-        elif path.exists() and not path.is_file():
-            faults.append(f"{str(path)!r} is a device or a pipe: give a file")
-        elif not path.parent.is_dir():
-            faults.append(f"there is no folder {str(path.parent)!r}: make it, or give another path")
-        if not 0 <= stage < schedule.num_stages:
-            faults.append(f"there is no stage {stage}: the schedule has {schedule.num_stages}, counted from 0")
-        if not 0 <= dp < self._loaded.world.mesh.dp:
-            faults.append(f"there is no replica dp={dp}: the mesh has {self._loaded.world.mesh.dp}, counted from 0")
-        if self._loaded.world.mesh.tensor_ranks > 1:
-            tp = self._loaded.world.mesh.tp
-            faults.append(
-                f"mesh.tp={tp} divides a stage over actors, and a part of it can't be replayed alone: set mesh.tp to 1"
-            )
-        if (cp := self._loaded.world.mesh.cp) > 1:
-            faults.append(
-                f"mesh.cp={cp} divides the tokens over actors, and a part can't be replayed alone: set it to 1"
-            )
-        if schedule.skips:
-            faults.append(
-                "model.skips has skips between stages, which a recording of one does not have: look with peek"
-            )
-        ConfigError.raise_if(faults)
+        path = absolute(path)
+        ConfigError.raise_if(_request_faults(path, stage, dp, self._loaded.world.mesh, schedule))
         self._wanted[self._loaded.world.replica(dp)[schedule.placement[stage]], stage] = path
         self._num_stages = schedule.num_stages
 

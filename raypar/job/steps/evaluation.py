@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import repeat
+from itertools import product, repeat
 from typing import Any
 
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
@@ -46,12 +46,10 @@ def target_bytes(run: Run, steps: int, targets: int) -> int | None:
             return None
         source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
         counted = total = 0
-        for step in range(steps):
-            for dp in range(run.mesh.dp):
-                for microbatch in range(run.microbatches):
-                    (labels,) = source.targets("evaluate", step, microbatch, dp)
-                    ids = labels[labels != IGNORED].numpy()
-                    counted, total = counted + len(ids), total + int(sizes[ids].sum())
+        for step, dp, microbatch in product(range(steps), range(run.mesh.dp), range(run.microbatches)):
+            (labels,) = source.targets("evaluate", step, microbatch, dp)
+            ids = labels[labels != IGNORED].numpy()
+            counted, total = counted + len(ids), total + int(sizes[ids].sum())
     except (ExampleError, OSError, ValueError, IndexError):  # the files are not on this machine any more
         return None
     return total if counted == targets else None

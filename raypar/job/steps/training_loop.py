@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -294,7 +295,10 @@ class TrainingLoop:
         self._lifetime.demand_open()
         is_due = self._starter.is_due()
         if is_due and not self._num_ahead:
-            self._rearrange()
+            with self._guarded():
+                self.saver.settle()
+                self.next_step = rearranged(self._starter, self.saver, self.loaded.run, self.next_step)
+            self._ahead = None
         if (lacks_copies := self._starter.lacks_copies(self._stops)) and not self._num_ahead:
             with self._guarded():
                 self._starter.keep_copies(self._stops, self.next_step)
@@ -382,14 +386,14 @@ class TrainingLoop:
         try:
             failure = self._starter.recover(step, error, lost)
         except JobError as end:
-            self._record.failed(Failure.ending(step, end, lost(step - 1)).to_dict())
+            self._record.failed(asdict(Failure.ending(step, end, lost(step - 1))))
             self._save_last()
             raise
         except (KeyboardInterrupt, SystemExit):
             if self._starter.awaits_room:
                 self._save_last()
             raise
-        self._record.failed(failure.to_dict())
+        self._record.failed(asdict(failure))
         self._times.go_back(failure.back_to)
         self.next_step = failure.back_to
         self.saver.again(self.next_step)
@@ -435,13 +439,6 @@ class TrainingLoop:
                     while self._ahead is not None and len(self._ahead):
                         self._commit(*self._ahead.collect())
             self._ahead = None
-
-    def _rearrange(self) -> None:
-        """Go on with other actors."""
-        with self._guarded():
-            self.saver.settle()
-            self.next_step = rearranged(self._starter, self.saver, self.loaded.run, self.next_step)
-        self._ahead = None
 
     def _after_this_step(self, call: Callable[[], T]) -> T:
         """Call the actors in the state after this step; after a failure, lost steps are taken again first."""

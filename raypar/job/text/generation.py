@@ -153,7 +153,7 @@ class TextGeneration:
         if again:
             self._begin(loaded)
         while len(self._handed) <= min(_AHEAD, self._request.new_tokens - self._made - 1):
-            self._handed.append(submitted(loaded, ["next"] * loaded.run.mesh.size))
+            self._handed.append(loaded.calls.submit("generate", "next", ranks=range(loaded.run.mesh.size)))
         found = loaded.calls.gather(self._handed.popleft(), f"token {self._made + 1}", range(loaded.run.mesh.size))
         self._begun_on = loaded
         tokens = {loaded.world.at(rank)["dp"]: drawn for rank, drawn in enumerate(found) if drawn}
@@ -171,12 +171,12 @@ class TextGeneration:
         self._groups = prompt_groups(len(self._texts), loaded.run.mesh.dp, schedule.num_microbatches)
         whole = [(*prompt, *text.tokens) for prompt, text in zip(self._request.prompts, self._texts, strict=True)]
         orders = [
-            Prompts(schedule, groups, self._slots(groups), self._request.sampling)
+            (Prompts(schedule, groups, self._slots(groups), self._request.sampling),)
             for groups in groups_by_rank(loaded, self._groups, whole, whole[0][:1])
         ]
         if self._ema:
             use_averages(loaded.calls, use=True)
-        loaded.calls.gather(submitted(loaded, orders), "reading the prompts", range(loaded.run.mesh.size))
+        loaded.calls.each("generate", orders, what="reading the prompts", ranks=range(loaded.run.mesh.size))
 
     def _slots(self, groups: Sequence[Sequence[Prompt]]) -> tuple[int, ...]:
         """Return the positions of the caches of each group: the last token is in none."""
@@ -191,7 +191,7 @@ class TextGeneration:
         ranks = range(loaded.run.mesh.size)
         while self._handed:
             loaded.calls.gather(self._handed.popleft(), "the last tokens", ranks)
-        ended = loaded.calls.gather(submitted(loaded, ["end"] * len(ranks)), "the end of the generation", ranks)
+        ended = loaded.calls.some(ranks, "generate", "end", what="the end of the generation")
         if self._ema:
             use_averages(loaded.calls, use=False)
         return ended
@@ -265,8 +265,3 @@ def _num_groups(loaded: LoadedRun, prompts: int) -> int:
     """
     each, enough = -(-prompts // loaded.run.mesh.dp), 1 if isinstance(loaded.run.model, Layers) else _ENOUGH
     return max(1, min(loaded.schedule.num_ranks, each // enough))
-
-
-def submitted(loaded: LoadedRun, orders: Sequence[Any]) -> list[Any]:
-    """Call each worker with its order, without waiting; return the object refs by rank."""
-    return [handle.generate.remote(order) for handle, order in zip(loaded.handles, orders, strict=False)]

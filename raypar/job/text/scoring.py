@@ -10,7 +10,7 @@ from typing import Any
 from raypar.actors.specs.sampling import Prompts, Sampling
 from raypar.errors import ConfigError
 from raypar.job.start.loaded_run import LoadedRun
-from raypar.job.text.generation import Read, forwards_of, groups_by_rank, prompt_groups, request_of, submitted
+from raypar.job.text.generation import Read, forwards_of, groups_by_rank, prompt_groups, request_of
 from raypar.schedules.float_sum import float_sum
 
 _FILLER = (0, 0)  # for groups without texts
@@ -84,11 +84,11 @@ def _scored(loaded: LoadedRun, texts: Sequence[Sequence[int]]) -> list[Any]:
     schedule = forwards_of(loaded, min(loaded.schedule.num_ranks, -(-len(texts) // run.mesh.dp)))
     prompt_numbers = prompt_groups(len(texts), run.mesh.dp, schedule.num_microbatches)
     orders = [
-        Prompts(schedule, groups, (1,) * len(groups), Sampling(), scored=True)
+        (Prompts(schedule, groups, (1,) * len(groups), Sampling(), scored=True),)
         for groups in groups_by_rank(loaded, prompt_numbers, texts, _FILLER)
     ]
     found: dict[int, Any] = {}
-    for rank, scored in enumerate(loaded.calls.gather(submitted(loaded, orders), "scoring texts", ranks)):
+    for rank, scored in enumerate(loaded.calls.each("generate", orders, what="scoring texts", ranks=ranks)):
         for numbers, each in zip(prompt_numbers[loaded.world.at(rank)["dp"]], scored, strict=False):
             found |= dict(zip(numbers, each, strict=False))
     return [found[number] for number in range(len(texts))]

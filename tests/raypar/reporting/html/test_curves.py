@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -296,7 +296,7 @@ def test_failures_are_listed_with_their_deaths_and_what_they_cost():
     death = Death("ended by SIGSEGV", None, "SIGSEGV", False, "1F0 of step 2", ("Fatal <b>",), "/logs/a.err")
     survived = Failure(2, "actor pp=1 died during step 2", ("pp=1",), 1, "memory", 0.4, 0.5, death)
     end = Failure.ending(3, JobError("it raised\nwith a trace"), 0.536)
-    run = past(failures=[{"at": "now", **one.to_dict()} for one in (survived, end)])
+    run = past(failures=[{"at": "now", **asdict(one)} for one in (survived, end)])
     shown = texts(page(run))
     assert "| ended by SIGSEGV, in 1F0 of step 2 | Fatal <b> | went on after step 1 | pp=1 | 0.5 s |" in shown
     assert "| 3 | it raised | ended the run |" in shown
