@@ -21,7 +21,7 @@ from raypar.cluster.calls.deadline import SILENT, Deadline
 from raypar.cluster.control_server import ControlServer
 from raypar.cluster.deaths.post_mortem import death_of
 from raypar.cluster.deaths.process_monitors import ProcessMonitors
-from raypar.cluster.nodes.probes import cause_of
+from raypar.cluster.nodes.probes import remote_cause
 from raypar.errors import ActorDiedError, JobError, RayLostError, StalledError
 
 log = logging.getLogger(__name__)
@@ -307,7 +307,7 @@ class Calls:
             errors: The errors of calls, by rank.
             late: The ranks whose calls are under way.
         """
-        causes = [cause_of(error) for error in errors.values()]
+        causes = [remote_cause(error) for error in errors.values()]
         if not causes or not all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             return {}
         ranks = range(len(self._handles))
@@ -317,13 +317,13 @@ class Calls:
 
     def _verdict(self, errors: dict[int, Exception], silent: Sequence[int], what: str) -> Exception:
         """Choose the error that caused the others. ``silent`` ranks have neither an error nor an answer."""
-        seen = [str(cause) for other in errors.values() if (cause := cause_of(other)) is not other]
+        seen = [str(cause) for other in errors.values() if (cause := remote_cause(other)) is not other]
         after = f"; seen from the others: {seen[0]}" if seen else ""
         for rank, error in errors.items():
             if _is_death(error):
                 text = f"actor {self.world.label(rank)} died during {what}{after}"
                 return ActorDiedError(text, death_of(error, rank, self._monitors), rank)
-        causes = [cause_of(error) for error in errors.values()]
+        causes = [remote_cause(error) for error in errors.values()]
         if silent and all(isinstance(cause, ActionError) and cause.secondary for cause in causes):
             names = " and ".join(self.world.label(rank) for rank in silent)
             return StalledError(f"actor {names} gives no answer, stopped or out of reach, during {what}{after}")
@@ -385,7 +385,7 @@ class Waiting:
 
 def _outcome(answer: Answer) -> Any:
     """Return the result of a call, or the exception that its actor has raised."""
-    return answer.value if answer.error is None else cause_of(answer.error)
+    return answer.value if answer.error is None else remote_cause(answer.error)
 
 
 def _is_death(error: Exception | None) -> TypeGuard[RayError]:

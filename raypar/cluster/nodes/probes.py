@@ -38,14 +38,14 @@ def probes(cls: type, nodes: Sequence[Node], gpus: int = 0) -> Iterator[list[Any
             ray.kill(handle)
 
 
-def cause_of(error: Exception) -> Exception:
+def remote_cause(error: Exception) -> Exception:
     """Return the exception that a task or an actor has raised, without Ray's wrapper."""
     return error.cause if isinstance(error, RayTaskError) and error.cause is not None else error
 
 
 def ray_error_reason(error: RayError) -> str:
     """Return in one line why a call failed: the exception on the node, without Ray's wrapper."""
-    cause = cause_of(error)
+    cause = remote_cause(error)
     if isinstance(cause, RuntimeEnvSetupError):  # its first line is always the same
         last = str(cause).strip().splitlines()[-1].strip()
         return f"{type(cause).__name__}: {first_line(cause)} {last}"

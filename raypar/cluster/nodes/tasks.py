@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raypar.cluster.nodes.probes import cause_of, ray_error_reason
+from raypar.cluster.nodes.probes import remote_cause, ray_error_reason
 from raypar.errors import JobError
 
 _GROUP = 8 << 20  # bytes of a task, so many that computing takes longer than sending
@@ -78,7 +78,7 @@ def _answer(task: Any) -> list[bytes]:
         except GetTimeoutError:
             continue
         except RayError as error:
-            if isinstance(cause := cause_of(error), ValueError):
+            if isinstance(cause := remote_cause(error), ValueError):
                 raise cause from error
             raise JobError(f"a task failed on the cluster: {ray_error_reason(error)}") from error
         return answer
