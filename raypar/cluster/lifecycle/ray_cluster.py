@@ -128,10 +128,8 @@ def start_actors(
         grows = waits.nodes > 0
         nodes = _roomy(world, count, resources.cpus, grows=grows)
         share = share_of(device, resources, count, _num_gpus(nodes, group), built=built, grows=grows)
-        bundles, claim = (
-            _inside(group or get_current_placement_group(), share, count, waits.room if group else None),
-            None,
-        )
+        within, seconds = group or get_current_placement_group(), waits.room if group else None
+        bundles, claim = _inside(within, share, count, seconds), None
         if not bundles:
             claim, nodes = _claim(world, nodes, share, resources.placement_strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from raypar.cluster.nodes.probes import remote_cause, ray_error_reason
+from raypar.cluster.nodes.probes import ray_error_reason, remote_cause
 from raypar.errors import JobError
 
 _GROUP = 8 << 20  # bytes of a task, so many that computing takes longer than sending
