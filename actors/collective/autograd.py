@@ -70,7 +70,7 @@ def all_to_all(x: Tensor, group: Group, split_dim: int, join_dim: int) -> Tensor
     return through(x, partial(exchanged, group, split_dim, join_dim), partial(exchanged, group, join_dim, split_dim))
 
 
-def exchange_rows(x: Tensor, group: Group, in_splits: Sequence[int], out_splits: Sequence[int]) -> Tensor:
+def all_to_all_rows(x: Tensor, group: Group, in_splits: Sequence[int], out_splits: Sequence[int]) -> Tensor:
     """Send rows to members and return the rows that arrive, in rank order; the backward sends gradients back.
 
     Args:

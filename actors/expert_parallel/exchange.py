@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from raypar.actors.autograd.recompute import Anchored
-from raypar.actors.collective.autograd import exchange_rows, join_rows, own_rows
+from raypar.actors.collective.autograd import all_to_all_rows, join_rows, own_rows
 from raypar.actors.collective.group import Group
 from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_by_expert, spread
 from raypar.actors.expert_parallel.record import Routed
@@ -110,9 +110,9 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         if self._rounds > 1:
             return self._outputs_in_rounds(rows_ND, asked)
         there, here = self._splits(asked)
-        came_ND = exchange_rows(self.anchored(rows_ND), self._group, there, here)
+        came_ND = all_to_all_rows(self.anchored(rows_ND), self._group, there, here)
         made_ND = self._computed(came_ND, asked[:, self._own]) if len(self) else came_ND
-        return exchange_rows(made_ND, self._group, here, there)
+        return all_to_all_rows(made_ND, self._group, here, there)
 
     def _outputs_in_rounds(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
         """Return the same as ``_outputs``, computed by groups of each actor's experts."""
@@ -170,7 +170,7 @@ class ExpertShard(DividedExperts, Anchored, Routed):
         gone_ND = self.anchored(torch.cat([rows_ND[:0], *(parts[expert] for expert in away)]))
         visits = [(expert // len(self), self._weights_of(expert, rows_ND)) for expert in shadows]
         came_ND, weights = dispatch(gone_ND, group, there, here, visits)
-        back_ND = exchange_rows(self._computed(came_ND, asked[:, self._own]), group, here, there)
+        back_ND = all_to_all_rows(self._computed(came_ND, asked[:, self._own]), group, here, there)
         made = dict(zip(away, back_ND.split([counts[expert] for expert in away]), strict=True))
         guest = self._guest[0].train(self.training)
         names = [name for name, _ in guest.named_parameters()]

@@ -66,7 +66,7 @@ def actors_text(run: Run, origins: Mapping[str, str] | None = None) -> str:
     return f"{world.size} = {' x '.join(axes) or 1}{others}" if axes or others else str(world.size)
 
 
-def need_rows(sized: SizedRun, skeleton: Skeleton | None, prediction: Prediction, step: int = 0) -> Rows:
+def memory_needs(sized: SizedRun, skeleton: Skeleton | None, prediction: Prediction, step: int = 0) -> Rows:
     """Say what a run needs: parameters, and the memory of its actors against what is free here.
 
     Args:
@@ -134,7 +134,7 @@ def memory_faults(
     )
 
 
-def memory_in_all(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: Callable[[ActorMemory], int]) -> int:
+def sum_over_actors(run: Run, schedule: Schedule, skeleton: Skeleton | None, of: Callable[[ActorMemory], int]) -> int:
     """Add up a kind of memory over all actors of a run, in bytes. The first arguments are those of ``SizedRun.of``."""
     sized = SizedRun.of(run, schedule, skeleton)
     return actors_memory(sized, from_flops(sized).timeline).in_all(sized.world, of)

@@ -25,7 +25,7 @@ from raypar.errors import ConfigError
 from raypar.planner.calibrated.calibration_file import found_calibration
 from raypar.planner.hardware.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
 from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, calibration_misfits, cautions
-from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_text, need_rows
+from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_text, memory_needs
 from raypar.planner.rules_of_thumb import pipeline_advice
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.evaluation import Evaluation
@@ -91,7 +91,7 @@ def plan_rows(
         late = f"weights of a gradient are up to {oldest} step{'s' * (oldest != 1)} old"
         late = late if oldest else "no gradient is late, and updates are validated later"
         rows.append(("flushes", f"after every {schedule.stream} steps, evaluation and checkpoint; {late}"))
-    rows += need_rows(sized, skeleton, prediction, step)
+    rows += memory_needs(sized, skeleton, prediction, step)
     halves = [sum(action.op is Op.I for action in row) for row in schedule.rows]
     if any(halves):
         rows.append(("backwards in halves", f"{_each(halves)}: {_halves_text(run)}"))

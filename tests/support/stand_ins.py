@@ -31,7 +31,7 @@ from raypar.actors.relayout.share_index import ShareContents, ShareIndex
 from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
-from raypar.cluster.deaths.processes import ProcessReport
+from raypar.cluster.deaths.process_monitor import ProcessReport
 from tests.support.stand_in_parts import boxes_of, contents_of, nbytes_of, parts_of, saved_parts
 
 BESIDE = ("progress", "located", "now", "abort", "write")  # what is answered during a step

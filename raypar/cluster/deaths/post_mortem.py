@@ -7,8 +7,8 @@ import re
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
+from raypar.cluster.deaths.process_monitor import Exit
 from raypar.cluster.deaths.process_monitors import ProcessMonitors
-from raypar.cluster.deaths.processes import Exit
 from raypar.cluster.deaths.worker_logs import shown
 from raypar.cluster.nodes.probes import ray_error_reason
 from raypar.cluster.ray_private import dead_servers

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raypar.actors.specs.results import Located
-from raypar.cluster.deaths.processes import Processes, ProcessReport
+from raypar.cluster.deaths.process_monitor import ProcessMonitor, ProcessReport
 
 log = logging.getLogger(__name__)
 _ANSWER = 0.75  # seconds within which another node reports a death: a recovery waits for it
@@ -21,11 +21,11 @@ _ANSWER = 0.75  # seconds within which another node reports a death: a recovery 
 class ProcessMonitors:
     """The processes of actors on all nodes, by rank. No method waits for long.
 
-    Each other node has a Ray actor of the class Processes, its monitor, which outlives the job's actors there.
+    Each other node has a ProcessMonitor, a Ray actor, which outlives the job's actors there.
     """
 
     def __init__(self) -> None:
-        self._own = Processes()
+        self._own = ProcessMonitor()
         self._monitors = dict[str, Any]()  # by node, the handle of its monitor
         self._nodes = dict[int, str]()  # by rank, the node, if it is another one than this
 
@@ -101,4 +101,4 @@ def _start(node: str) -> Any:
     decorate: Any = ray.remote
     pin = NodeAffinitySchedulingStrategy(node, soft=False)
     options = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": pin}
-    return decorate(num_cpus=0)(Processes).options(**options).remote()
+    return decorate(num_cpus=0)(ProcessMonitor).options(**options).remote()

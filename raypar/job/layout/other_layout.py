@@ -18,7 +18,7 @@ from raypar.config.validate.schedules import order_on
 from raypar.errors import ConfigError
 from raypar.job.layout.elastic import Layout, renumbered
 from raypar.job.start.launchable import TrialRun, check_launch
-from raypar.planner.resource_needs import memory_in_all
+from raypar.planner.resource_needs import sum_over_actors
 from raypar.schedules.formatting import size
 
 _SAME = (  # fields that must not differ
@@ -80,10 +80,10 @@ def state_copy_faults(present: Layout, there: Layout, skeleton: Skeleton) -> Ite
     has = total_memory() if computes_here(there.run.device) else None
     if has is None:
         return
-    copies = memory_in_all(
+    copies = sum_over_actors(
         present.run, present.programs["train"], skeleton, lambda memory: memory.weights + memory.optimizer
     )
-    loaded = memory_in_all(
+    loaded = sum_over_actors(
         there.run, there.programs["train"], skeleton, lambda memory: 2 * memory.weights + memory.optimizer
     )
     if copies + loaded > has:

@@ -12,7 +12,7 @@ from raypar.cluster.nodes.nodes import facts_of, living_nodes
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.planner.hardware.stop_wait import outlasts, stop_wait
 from raypar.planner.prediction import IN_SLOTS, before_run
-from raypar.planner.resource_needs import memory_in_all
+from raypar.planner.resource_needs import sum_over_actors
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.formatting import size
 
@@ -65,7 +65,7 @@ class Stops:
         """
         loaded = self._loaded
         run = replace(loaded.run, max_failures=1, buddy_every=0)
-        need = memory_in_all(run, loaded.schedule, loaded.skeleton, lambda memory: memory.snapshots)
+        need = sum_over_actors(run, loaded.schedule, loaded.skeleton, lambda memory: memory.snapshots)
         answers = facts_of([node for node in living_nodes() if node.id in nodes], _free_memory_task()).values()
         free = [float(answer["free"]) if isinstance(answer, dict) else 0.0 for answer in answers]  # a text if it failed
         self._has_room = bool(free) and min(free) * len(free) > _SPARE * need

@@ -19,7 +19,7 @@ from raypar.job.layout.elastic import Layout
 from raypar.job.layout.other_layout import other_layout
 from raypar.job.recover.relayout import differences
 from raypar.paths import CHECKPOINTS, LOG
-from raypar.planner.resource_needs import memory_in_all
+from raypar.planner.resource_needs import sum_over_actors
 from raypar.reporting.html.events import happenings
 from raypar.reporting.run_folder.read import read
 from tests.support.full_cluster import without_room
@@ -71,7 +71,7 @@ def test_all_faults_are_told_at_once():
 def test_a_layout_for_which_there_is_no_memory_is_refused(monkeypatch):
     big = replace(RUN, model=replace(MODEL, hidden=256), device="cpu")
     there = layout_of(big, mesh=rp.Mesh(tp=2))
-    state = memory_in_all(there.run, there.programs["train"], None, lambda memory: memory.state)
+    state = sum_over_actors(there.run, there.programs["train"], None, lambda memory: memory.state)
     for known in ("raypar.planner.resource_needs", "raypar.job.layout.other_layout"):
         monkeypatch.setattr(f"{known}.total_memory", lambda: state * 3 // 2)
     (fault,) = told(big, mesh=rp.Mesh(tp=2))

@@ -15,7 +15,7 @@ from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import from_flops
-from raypar.planner.resource_needs import need_rows
+from raypar.planner.resource_needs import memory_needs
 from raypar.planner.sizes.sized_run import SizedRun, counts_of
 from raypar.planner.traffic import step_traffic
 from tests.support.team import Team
@@ -103,7 +103,7 @@ def test_an_actor_is_not_told_to_hold_all_experts():
     rows = []
     for run in (dense, replace(dense, mesh=Mesh(dp=4, ep=4))):
         sized = SizedRun.of(run, check_run(run)["train"])
-        rows.append(dict(need_rows(sized, None, from_flops(sized))))
+        rows.append(dict(memory_needs(sized, None, from_flops(sized))))
     told = [row["parameters"].split("an actor holds ")[1] for row in rows]
     assert told == ["93.1 k", "42.9 k"]
 

@@ -19,8 +19,8 @@ from raypar.actors.mesh.world import World
 from raypar.cluster.calls.calls import Calls
 from raypar.cluster.deaths import worker_logs
 from raypar.cluster.deaths.post_mortem import death_of
+from raypar.cluster.deaths.process_monitor import Exit, ProcessMonitor, ProcessReport
 from raypar.cluster.deaths.process_monitors import ProcessMonitors
-from raypar.cluster.deaths.processes import Exit, Processes, ProcessReport
 from raypar.cluster.nodes.probes import ray_error_reason
 from raypar.paths import FAILURES
 from raypar.reporting.run_folder.read import read
@@ -50,7 +50,7 @@ def ended(*how, **known):
     return witnesses
 
 
-class Ended(Processes):
+class Ended(ProcessMonitor):
     """Processes of which one has ended in a given way."""
 
     def __init__(self, exit_=None, kills=0, number=None):

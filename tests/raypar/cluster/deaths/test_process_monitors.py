@@ -14,8 +14,8 @@ from ray.exceptions import ActorDiedError
 from raypar.actors.machine.process_identity import own_identity, process_began
 from raypar.actors.specs.results import Located
 from raypar.cluster.deaths import process_monitors as module
+from raypar.cluster.deaths.process_monitor import Exit, ProcessReport
 from raypar.cluster.deaths.process_monitors import ProcessMonitors
-from raypar.cluster.deaths.processes import Exit, ProcessReport
 from raypar.cluster.nodes.nodes import own_node
 from tests.support.kernel import TELLS_EXITS
 

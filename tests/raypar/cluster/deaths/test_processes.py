@@ -12,7 +12,7 @@ import pytest
 from raypar.actors.machine.last_action import LastAction, last_action_in
 from raypar.actors.machine.process_identity import open_files, own_identity, process_began
 from raypar.actors.specs.results import Located
-from raypar.cluster.deaths.processes import Exit, Processes
+from raypar.cluster.deaths.process_monitor import Exit, ProcessMonitor
 from raypar.schedules.action import STEP, Action, Op
 from tests.support.descriptors import descriptors
 from tests.support.kernel import TELLS_EXITS
@@ -36,7 +36,7 @@ def test_a_stopped_process_is_ended_and_a_dead_one_harms_nobody():
     dead = subprocess.Popen(["true"])
     dead.wait()
     before = descriptors()
-    processes = Processes()
+    processes = ProcessMonitor()
     processes.know({0: located(stopped.pid), 1: located(dead.pid)})
     os.kill(stopped.pid, signal.SIGSTOP)
     for rank in (0, 1, 2, 0):
@@ -63,7 +63,7 @@ def test_how_a_process_of_another_parent_has_ended(end, exit_):
     with subprocess.Popen(
         [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as parent:
-        processes = Processes()
+        processes = ProcessMonitor()
         processes.know({0: located(int(parent.stdout.readline()))})
         print(file=parent.stdin, flush=True)
         assert parent.stdout.readline() == "over\n"
@@ -76,12 +76,12 @@ def test_how_a_process_of_another_parent_has_ended(end, exit_):
 def test_the_kernels_own_kills_are_counted_since_the_last_time(tmp_path):
     file = tmp_path / "vmstat"
     file.write_text("nr_free 7\noom_kill 4\n")
-    processes = Processes(file)
+    processes = ProcessMonitor(file)
     processes.know({})
     assert processes.new_memory_kills() == 0
     file.write_text("nr_free 7\noom_kill 6\n")
     assert (processes.new_memory_kills(), processes.new_memory_kills()) == (2, 0)
-    missing = Processes(tmp_path / "none")
+    missing = ProcessMonitor(tmp_path / "none")
     missing.know({})
     assert missing.new_memory_kills() == 0
 
@@ -110,7 +110,7 @@ def test_nobody_else_is_ended_who_has_the_number_of_an_actor(differs):
     with subprocess.Popen(["sleep", "60"]) as innocent:
         its = located(innocent.pid).process
         other = its._replace(**{differs: "another" if differs == "boot" else getattr(its, differs) + 1})
-        processes = Processes()
+        processes = ProcessMonitor()
         processes.know({0: Located("here", other)})
         processes.kill(0)
         assert processes.number(0) is None and innocent.poll() is None
@@ -123,6 +123,6 @@ def test_nobody_else_is_ended_who_has_the_number_of_an_actor(differs):
 def test_a_python_that_opens_no_processes_knows_none(monkeypatch, module, name):
     """As one that was built for an old Linux: a launch without recovery needs none of it."""
     monkeypatch.delattr(module, name)
-    before, processes = descriptors(), Processes()
+    before, processes = descriptors(), ProcessMonitor()
     processes.know({0: located(os.getppid())})
     assert processes.number(0) is None and not descriptors() - before

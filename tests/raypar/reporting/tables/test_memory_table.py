@@ -223,16 +223,16 @@ def test_what_is_offloaded_counts_where_it_is(monkeypatch, tmp_path, capsys):
     words = ["--mesh.pp", "2", "--mesh.dp", "1", "--offload", "parameters", "--offload-folder", str(tmp_path)]
     assert run_command(["train", "gpt-small", *words, "--dry-run"]) == 2
     assert "its disk has 90 MiB free" in capsys.readouterr().err
-    assert need_rows(run)["memory in all"] != need_rows(replace(run, offload_folder=None))["memory in all"]
+    assert needs_of(run)["memory in all"] != needs_of(replace(run, offload_folder=None))["memory in all"]
 
 
 def test_checkpoints_are_counted_from_the_step_that_a_run_goes_on_after(tmp_path):
     run = rp.Run(steps=10, save_every=4, folder=str(tmp_path))
-    told = [need_rows(run, step)["checkpoints"].split(" of about")[0].split(": ")[1] for step in (0, 3, 4)]
+    told = [needs_of(run, step)["checkpoints"].split(" of about")[0].split(": ")[1] for step in (0, 3, 4)]
     assert told == ["3", "3", "2"], "after 4, 8 and 10; those of the run before may be in another folder"
-    assert ": 1; " in need_rows(run, 9)["checkpoints"]
+    assert ": 1; " in needs_of(run, 9)["checkpoints"]
 
 
-def need_rows(run, step=0):
+def needs_of(run, step=0):
     sized = SizedRun.of(run, check_run(run)["train"])
-    return dict(needs.need_rows(sized, None, from_flops(sized), step))
+    return dict(needs.memory_needs(sized, None, from_flops(sized), step))

@@ -78,7 +78,7 @@ class _Opened:
     number: int
 
 
-class Processes:
+class ProcessMonitor:
     """The processes of actors on this node, by rank.
 
     It holds descriptors and not pids, because another process may get the same pid, or have it in this PID namespace.
