@@ -423,13 +423,13 @@ MAY_IMPORT = {
     ),
     "raypar/cli/text": (
         "actors/data/tokenizers actors/mesh actors/specs raypar raypar/cli/train raypar/cli/words "
-        "raypar/config/hugging_face raypar/config/validate raypar/job raypar/job/text raypar/planner "
+        "raypar/config/conflicts raypar/config/hugging_face raypar/job raypar/job/text raypar/planner "
         "raypar/reporting"
     ),
     "raypar/cli/train": (
         "actors actors/data actors/data/examples actors/data/text actors/machine actors/mesh actors/models "
         "actors/specs raypar raypar/checkpoint raypar/cli raypar/cli/words raypar/cluster/lifecycle "
-        "raypar/config raypar/config/validate raypar/job raypar/job/recover raypar/job/start raypar/job/text "
+        "raypar/config raypar/config/conflicts raypar/job raypar/job/recover raypar/job/start raypar/job/text "
         "raypar/planner raypar/planner/calibrated raypar/reporting raypar/reporting/run_folder "
         "raypar/reporting/tables schedules schedules/drawing schedules/reading"
     ),
@@ -450,10 +450,16 @@ MAY_IMPORT = {
     "raypar/cluster/placement": "actors/mesh actors/specs raypar raypar/cluster schedules",
     "raypar/config": (
         "actors actors/data actors/data/examples actors/data/text actors/hugging_face actors/machine "
-        "actors/mesh actors/models actors/models/own actors/specs raypar raypar/config/hugging_face "
-        "raypar/config/validate raypar/planner raypar/planner/hardware raypar/planner/operators "
+        "actors/mesh actors/models actors/models/own actors/specs raypar raypar/config/conflicts "
+        "raypar/config/hugging_face raypar/planner raypar/planner/hardware raypar/planner/operators "
         "raypar/planner/sizes raypar/planner/timing schedules schedules/checking schedules/generators "
         "schedules/passes schedules/reading schedules/simulation"
+    ),
+    "raypar/config/conflicts": (
+        "actors actors/autograd actors/context_parallel actors/data actors/data/examples actors/data/text "
+        "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/models/init "
+        "actors/models/own actors/models/tiles actors/optim actors/specs actors/worker/build raypar "
+        "raypar/config raypar/config/trial schedules"
     ),
     "raypar/config/hugging_face": (
         "actors actors/hugging_face actors/models/own actors/specs raypar raypar/config schedules"
@@ -462,25 +468,20 @@ MAY_IMPORT = {
         "actors actors/data actors/models actors/models/init actors/models/own actors/specs "
         "actors/worker/build schedules"
     ),
-    "raypar/config/validate": (
-        "actors actors/autograd actors/context_parallel actors/data actors/data/examples actors/data/text "
-        "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/models/init "
-        "actors/models/own actors/models/tiles actors/optim actors/specs actors/worker/build raypar "
-        "raypar/config raypar/config/trial schedules"
-    ),
     "raypar/doctor": (
         "actors/collective/ray actors/machine raypar raypar/cluster raypar/cluster/lifecycle "
         "raypar/cluster/nodes raypar/cluster/placement schedules"
     ),
     "raypar/job": (
         "actors actors/machine actors/specs actors/worker raypar raypar/checkpoint raypar/cluster/lifecycle "
-        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/config/validate raypar/job/layout "
-        "raypar/job/look raypar/job/recover raypar/job/start raypar/job/stepping raypar/job/steps "
-        "raypar/job/text raypar/planner raypar/planner/memory raypar/planner/sizes raypar/reporting schedules"
+        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/config/conflicts "
+        "raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start raypar/job/stepping "
+        "raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory raypar/planner/sizes "
+        "raypar/reporting schedules"
     ),
     "raypar/job/layout": (
         "actors/data actors/machine actors/mesh actors/models actors/specs raypar raypar/config "
-        "raypar/config/validate raypar/job/start raypar/planner raypar/reporting schedules"
+        "raypar/config/conflicts raypar/job/start raypar/planner raypar/reporting schedules"
     ),
     "raypar/job/look": (
         "actors actors/collective actors/mesh actors/models actors/models/tiles actors/specs raypar "
@@ -498,7 +499,7 @@ MAY_IMPORT = {
         "actors/data_parallel actors/machine actors/mesh actors/models actors/optim actors/specs "
         "actors/worker/build raypar raypar/checkpoint raypar/cluster raypar/cluster/calls "
         "raypar/cluster/deaths raypar/cluster/lifecycle raypar/cluster/nodes raypar/config "
-        "raypar/config/trial raypar/config/validate raypar/job/layout raypar/job/recover raypar/job/steps "
+        "raypar/config/conflicts raypar/config/trial raypar/job/layout raypar/job/recover raypar/job/steps "
         "raypar/planner raypar/reporting schedules"
     ),
     "raypar/job/stepping": (
@@ -512,7 +513,7 @@ MAY_IMPORT = {
         "raypar/reporting schedules schedules/passes"
     ),
     "raypar/job/text": (
-        "actors/data/tokenizers actors/machine actors/specs raypar raypar/config raypar/config/validate "
+        "actors/data/tokenizers actors/machine actors/specs raypar raypar/config raypar/config/conflicts "
         "raypar/job/start raypar/job/steps raypar/planner/memory schedules"
     ),
     "raypar/parity": (
@@ -562,7 +563,7 @@ MAY_IMPORT = {
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/machine actors/specs raypar raypar/checkpoint raypar/config "
-        "raypar/config/validate schedules schedules/checking schedules/passes schedules/reading"
+        "raypar/config/conflicts schedules schedules/checking schedules/passes schedules/reading"
     ),
     "raypar/reporting/tables": (
         "actors actors/collective actors/mesh actors/models actors/specs raypar raypar/config raypar/planner "

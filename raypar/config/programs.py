@@ -9,6 +9,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
+from raypar.config.conflicts.parallel import turn_faults
 from raypar.config.schedule import (
     Programs,
     ZeroActions,
@@ -18,7 +19,6 @@ from raypar.config.schedule import (
     with_offload,
     with_zero,
 )
-from raypar.config.validate.parallel import turn_faults
 from raypar.planner.cost_model import costs_of_run, costs_with_halving
 from raypar.schedules.passes.skip_connections import Skips, no_skips
 from raypar.schedules.schedule import Schedule

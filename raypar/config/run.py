@@ -12,22 +12,22 @@ from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
+from raypar.config.conflicts.data import DATA_RULES, data_faults
+from raypar.config.conflicts.experts import EXPERT_RULES
+from raypar.config.conflicts.hugging_face import ADAPTER_RULES, FOLDER_RULES
+from raypar.config.conflicts.layers import LAYER_RULES, TILE_RULES
+from raypar.config.conflicts.optim import AVERAGE_RULES, OPTIMIZER_RULES, PRECISION_RULES
+from raypar.config.conflicts.outputs import OUTPUT_RULES
+from raypar.config.conflicts.parallel import PARALLEL_RULES, UNEVEN_RULES
+from raypar.config.conflicts.replicas import HOST_RULES, REPLICA_RULES, ZERO_RULES
+from raypar.config.conflicts.schedules import ORDER_RULES, SLICE_RULES, STREAM_RULES, order_on
+from raypar.config.conflicts.system import RESOURCE_RULES
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.mended import mended
 from raypar.config.programs import finished_programs, lowered_programs
 from raypar.config.recipe_tables import RECIPES
 from raypar.config.rules import Examined, RunRule, UnsoundError, faults_by, guarded
 from raypar.config.schedule import Programs, schedule_faults, with_offload
-from raypar.config.validate.data import DATA_RULES, data_faults
-from raypar.config.validate.experts import EXPERT_RULES
-from raypar.config.validate.hugging_face import ADAPTER_RULES, FOLDER_RULES
-from raypar.config.validate.layers import LAYER_RULES, TILE_RULES
-from raypar.config.validate.optim import AVERAGE_RULES, OPTIMIZER_RULES, PRECISION_RULES
-from raypar.config.validate.outputs import OUTPUT_RULES
-from raypar.config.validate.parallel import PARALLEL_RULES, UNEVEN_RULES
-from raypar.config.validate.replicas import HOST_RULES, REPLICA_RULES, ZERO_RULES
-from raypar.config.validate.schedules import ORDER_RULES, SLICE_RULES, STREAM_RULES, order_on
-from raypar.config.validate.system import RESOURCE_RULES
 from raypar.errors import ConfigError
 from raypar.schedules.schedule import ScheduleError
 

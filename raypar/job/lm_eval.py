@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from raypar.config.arguments import checked_arguments
-from raypar.config.validate.generation import generation_faults
+from raypar.config.conflicts.generation import generation_faults
 from raypar.errors import ConfigError
 from raypar.job.text.generation import tokenizer_of
 from raypar.schedules.float_sum import float_sum

@@ -18,7 +18,7 @@ def said(capsys, tmp_path, monkeypatch):
     def run(*words):
         from raypar.cli.main import run_command
 
-        for place in ("raypar.job.start.run_folders.RUNS", "raypar.config.validate.outputs.RUNS"):
+        for place in ("raypar.job.start.run_folders.RUNS", "raypar.config.conflicts.outputs.RUNS"):
             monkeypatch.setattr(place, str(tmp_path / "runs"))
         capsys.readouterr()
         code = run_command([str(word) for word in words])

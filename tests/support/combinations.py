@@ -214,7 +214,7 @@ def _flags(changes: Changes) -> str:
 HEAD = """
 # What goes with what
 
-<!-- made by python -m tests.support.combinations: change the rules in raypar/config/validate, not this page -->
+<!-- made by python -m tests.support.combinations: change the rules in raypar/config/conflicts, not this page -->
 
 Each run is `raypar train gpt-tiny`, a GPT, with `--mesh.pp 2 --model.layers 4 --micro-batch-size 4 --model.dropout 0.0
 --clip none --device cpu` and the flags of the features.

@@ -22,7 +22,7 @@ from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.text.trained_model import TOKENIZER, trained_model
 from raypar.cli.train.resuming import its_run
 from raypar.cli.words.arguments import given, parse_command
-from raypar.config.validate.generation import generation_faults
+from raypar.config.conflicts.generation import generation_faults
 from raypar.errors import ConfigError
 from raypar.job.text.generation import request_of
 from raypar.paths import absolute

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.run import Run
-from raypar.config.validate.generation import generation_faults
+from raypar.config.conflicts.generation import generation_faults
 from raypar.errors import CallError
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.report import Report

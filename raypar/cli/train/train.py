@@ -33,12 +33,12 @@ from raypar.cli.train.samples import sample_faults, sampling
 from raypar.cli.words.output_files import growing_file, output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
 from raypar.cli.words.run_args import RunArgs
+from raypar.config.conflicts.outputs import run_folder_faults
+from raypar.config.conflicts.parallel import idle_fields
+from raypar.config.conflicts.system import device_faults
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.recipe_tables import RECIPES
 from raypar.config.run import check_run
-from raypar.config.validate.outputs import run_folder_faults
-from raypar.config.validate.parallel import idle_fields
-from raypar.config.validate.system import device_faults
 from raypar.errors import TO_GO_ON, ConfigError
 from raypar.job.recover.chaos import faults_in, injectable, never_happen
 from raypar.job.start.launchable import check_launch

@@ -12,9 +12,9 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
+from raypar.config.conflicts.schedules import order_on
 from raypar.config.run import unrecorded
 from raypar.config.schedule import Programs
-from raypar.config.validate.schedules import order_on
 from raypar.errors import ConfigError
 from raypar.job.layout.elastic import Layout, renumbered
 from raypar.job.start.launchable import TrialRun, check_launch

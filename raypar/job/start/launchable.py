@@ -11,10 +11,10 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
+from raypar.config.conflicts.system import recovery_faults
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.run import check_run
 from raypar.config.schedule import Programs
-from raypar.config.validate.system import recovery_faults
 from raypar.errors import ConfigError
 from raypar.planner.resource_needs import memory_faults
 

@@ -19,11 +19,11 @@ from raypar.checkpoint.check import checkpoint_faults, verified
 from raypar.checkpoint.find import VerifiedCheckpoint, instead_of, listed, newest
 from raypar.checkpoint.manifest import MANIFEST
 from raypar.checkpoint.save import Save
+from raypar.config.conflicts.outputs import is_under_way
+from raypar.config.conflicts.parallel import idle_fields
 from raypar.config.fields import FieldFault, field_faults, short_repr
 from raypar.config.schedule import Programs
 from raypar.config.toml import as_begun, flat, plain_of
-from raypar.config.validate.outputs import is_under_way
-from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError
 from raypar.job.start.launchable import TrialRun, check_launch
 from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of

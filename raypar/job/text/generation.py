@@ -15,9 +15,9 @@ from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.sampling import Prompt, Prompts, Sampling
+from raypar.config.conflicts.generation import generation_faults, prompt_faults
 from raypar.config.programs import zero_actions_of
 from raypar.config.schedule import Loaded, with_zero
-from raypar.config.validate.generation import generation_faults, prompt_faults
 from raypar.errors import ConfigError
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.steps.averages import use_averages

@@ -15,9 +15,9 @@ from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import read_plain
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.checkpoint.find import Listed, ls
+from raypar.config.conflicts.outputs import is_under_way
 from raypar.config.schedule import MOST_BYTES
 from raypar.config.toml import parse_toml
-from raypar.config.validate.outputs import is_under_way
 from raypar.errors import ConfigError
 from raypar.paths import (
     CHECKPOINTS,

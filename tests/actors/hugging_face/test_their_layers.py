@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 import raypar as rp
 from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.checkpoint.hugging_face import export
+from raypar.config.conflicts.generation import generation_faults
 from raypar.config.toml import plain_of, run_of
-from raypar.config.validate.generation import generation_faults
 from raypar.job.text.scoring import scores
 from tests.support.beside_transformers import LAYOUTS, compared
 from tests.support.generation import TeamGeneration

@@ -14,7 +14,7 @@ import torch
 
 from raypar.actors.machine import files, flat_memory, host_cores, last_action
 from raypar.actors.machine.system_features import REQUIREMENTS, Requirement, has_feature
-from raypar.config.validate.system import recovery_faults
+from raypar.config.conflicts.system import recovery_faults
 from tests.support.linux_only import linux_only_names
 
 ROOT = Path(__file__).parents[3]
@@ -24,7 +24,7 @@ SHARED_MEMORY = "actors/collective/shm/"
 PLATFORM = {
     "actors/machine/system_features.py",  # the table
     "actors/machine/device.py",  # the unit of getrusage
-    "raypar/config/validate/system.py",  # these say which system it is
+    "raypar/config/conflicts/system.py",  # these say which system it is
     "raypar/doctor/leftovers.py",
     "raypar/doctor/machines.py",
 }

@@ -23,12 +23,12 @@ from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import SEND_WINDOW
 from raypar.config import recipe_tables
+from raypar.config.conflicts.parallel import idle_fields
 from raypar.config.fields import field_faults
 from raypar.config.recipe_tables import RECIPES
 from raypar.config.recipes import recipe
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, run_of, toml_of
-from raypar.config.validate.parallel import idle_fields
 from raypar.errors import ConfigError
 from raypar.schedules import ScheduleError, build, check
 from raypar.schedules.action import Op
@@ -287,7 +287,7 @@ def test_any_exception_of_a_batch_function_is_told_where_actors_run_here(tiny, m
         raise ValueError("no file today")
 
     run = replace(tiny, model=Layers(lambda: [nn.Linear(4, 4), nn.Linear(4, 4)], loss=max), data=Batches(absent))
-    monkeypatch.setattr("raypar.config.validate.batches._is_connected", lambda: False)
+    monkeypatch.setattr("raypar.config.conflicts.batches._is_connected", lambda: False)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (fault,) = faults_of(run)
     assert fault.startswith("data.fn fails at ")

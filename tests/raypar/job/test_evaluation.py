@@ -8,7 +8,7 @@ import math
 import pytest
 
 import raypar as rp
-from raypar.config.validate.parallel import idle_fields
+from raypar.config.conflicts.parallel import idle_fields
 from raypar.job.steps.evaluation import Evaluations
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record

@@ -14,7 +14,7 @@ import raypar as rp
 from raypar.actors.errors import ActionError
 from raypar.actors.specs.sampling import Sampling
 from raypar.actors.worker import generation as worker_generation
-from raypar.config.validate.generation import prompt_faults
+from raypar.config.conflicts.generation import prompt_faults
 from raypar.errors import JobError
 from raypar.job.text import generation as driver_generation
 from raypar.job.text.generation import TextGeneration, request_of

@@ -189,7 +189,7 @@ def test_no_secret_is_said(text, hidden):
 
 
 def test_what_is_missing_is_told(monkeypatch, tmp_path):
-    monkeypatch.setattr("raypar.config.validate.outputs.find_spec", lambda name: None)
+    monkeypatch.setattr("raypar.config.conflicts.outputs.find_spec", lambda name: None)
     for name in ("wandb", "mlflow", "tensorboard"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(ConfigError) as caught:
@@ -205,7 +205,7 @@ def test_what_is_missing_is_told(monkeypatch, tmp_path):
 def test_a_folder_that_a_tracker_left_is_no_package(monkeypatch, tmp_path):
     (tmp_path / "wandb").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("raypar.config.validate.outputs._PACKAGES", {"wandb": "wandb"})
+    monkeypatch.setattr("raypar.config.conflicts.outputs._PACKAGES", {"wandb": "wandb"})
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(ConfigError, match="there is no package wandb"):
         check_run(Run(track=("wandb",)))

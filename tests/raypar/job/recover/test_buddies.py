@@ -13,7 +13,7 @@ import raypar as rp
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
 from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.actors.specs.results import Copied
-from raypar.config.validate.parallel import idle_fields
+from raypar.config.conflicts.parallel import idle_fields
 from raypar.job.recover.buddies import CopyPace, buddies_of, failure_domains
 from raypar.job.recover.snapshots import Snapshots
 

@@ -20,9 +20,9 @@ from raypar.actors.specs.data import Batches, Text
 from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
+from raypar.config.conflicts.outputs import run_folder_faults
 from raypar.config.run import check_run
 from raypar.config.toml import load_run, plain_of, toml_of
-from raypar.config.validate.outputs import run_folder_faults
 from raypar.errors import ConfigError
 from raypar.paths import MOST_METRICS
 from raypar.reporting.evaluation import Evaluation

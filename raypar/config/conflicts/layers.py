@@ -9,12 +9,12 @@ from raypar.actors.models.tiles.tile_names import tile_count, tile_patterns
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.recompute import recompute_faults
+from raypar.config.conflicts.experts import idle_expert_faults
+from raypar.config.conflicts.parallel import divisors_near
+from raypar.config.conflicts.replicas import share_faults, sharing_faults
+from raypar.config.conflicts.schedules import unversioned_weight_faults
+from raypar.config.conflicts.settings import EXPERT_ACTORS, EXPERTS, HALVES, OWN_LAYERS, RANK_TP, SERVERS, TENSOR, TILES
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
-from raypar.config.validate.experts import idle_expert_faults
-from raypar.config.validate.parallel import divisors_near
-from raypar.config.validate.replicas import share_faults, sharing_faults
-from raypar.config.validate.schedules import unversioned_weight_faults
-from raypar.config.validate.settings import EXPERT_ACTORS, EXPERTS, HALVES, OWN_LAYERS, RANK_TP, SERVERS, TENSOR, TILES
 
 
 def _layer_faults(examined: Examined) -> Iterator[str]:
@@ -51,9 +51,9 @@ def _own_faults(examined: Examined, model: Layers) -> Generator[str, None, int |
     from raypar.actors.models.own.user_layers import UnfitLayersError
     from raypar.actors.models.own.user_plan import embedding_faults, plan_faults  # imports torch
     from raypar.actors.models.skip_connections import skip_faults
+    from raypar.config.conflicts.batches import loss_faults, user_function_failure
+    from raypar.config.conflicts.transformers_modules import their_plan_faults
     from raypar.config.trial.distributed import shared_norm_faults
-    from raypar.config.validate.batches import loss_faults, user_function_failure
-    from raypar.config.validate.transformers_modules import their_plan_faults
 
     run, skeleton = examined.run, examined.whole
     yield from loss_faults(model)

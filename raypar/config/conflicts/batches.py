@@ -16,8 +16,8 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values
+from raypar.config.conflicts.parallel import multiples_near
 from raypar.config.rules import Examined
-from raypar.config.validate.parallel import multiples_near
 
 _MISTAKES: tuple[type[Exception], ...] = (TypeError, NameError, AttributeError, IndexError, ZeroDivisionError)
 _FIGURES = ("step", "steps_taken", "loss", "val_loss", "perplexity", "tokens", "bits_per_byte")  # of an evaluation

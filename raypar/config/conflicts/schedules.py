@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
-from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
-from raypar.config.validate.parallel import divisors_near
-from raypar.config.validate.settings import (
+from raypar.config.conflicts.parallel import divisors_near
+from raypar.config.conflicts.settings import (
     CLIP,
     CONTEXT,
     CUDA,
@@ -32,6 +31,7 @@ from raypar.config.validate.settings import (
     TIED,
     UNEVEN,
 )
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.schedules.schedule import Schedule
 
 _ROWS = "but {other}, and weights come for use in the order of the rows"

@@ -12,8 +12,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.run import Run
-from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, builds
-from raypar.config.validate.settings import (
+from raypar.config.conflicts.settings import (
     CONTEXT,
     DIVIDED_SEQUENCE,
     EP,
@@ -33,6 +32,7 @@ from raypar.config.validate.settings import (
     TIED,
     UNEVEN,
 )
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, builds
 
 _ENDS = RunSetting("mesh.rank_tp", lambda counts: counts[:1] != counts[-1:])
 

@@ -10,8 +10,7 @@ from raypar.actors.machine.files import expanded
 from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.worlds import world_of
-from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, several, unusual
-from raypar.config.validate.settings import (
+from raypar.config.conflicts.settings import (
     EP,
     EXPERT_ACTORS,
     OFFLOAD,
@@ -20,6 +19,7 @@ from raypar.config.validate.settings import (
     SERVERS,
     SHARDED_WEIGHTS,
 )
+from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, several, unusual
 
 _GATHERS = tuple(map(unusual, ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")))
 _ON_DEVICE = RunSetting("activations_on_device", lambda most: most is not None)

@@ -12,8 +12,8 @@ from raypar.actors.data.text.token_batches import text_faults as text_faults
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.config.conflicts.settings import GRID, OWN_LAYERS
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
-from raypar.config.validate.settings import GRID, OWN_LAYERS
 
 
 def data_faults(examined: Examined) -> Iterator[str]:
@@ -25,7 +25,7 @@ def data_faults(examined: Examined) -> Iterator[str]:
     run = examined.run
     examined.demand("data")
     if isinstance(run.data, Batches):
-        from raypar.config.validate.batches import batches_faults, length_faults  # imports torch
+        from raypar.config.conflicts.batches import batches_faults, length_faults  # imports torch
 
         yield from batches_faults(run.data)
         yield from length_faults(examined, run.data)
