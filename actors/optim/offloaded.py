@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.groups import rule_of
 from raypar.actors.optim.optimizer import STATE_KEYS, Optimizer
+from raypar.actors.portions import portions
 from raypar.actors.specs.optim import SGD, AnyOptimizer
 from raypar.actors.tensors import nbytes
 
@@ -46,7 +47,7 @@ class OffloadedOptimizer:
             for group in self.param_groups:
                 group["params"] = []
             for group, params in zip(self.param_groups, members, strict=True):
-                for portion in _portions(params):
+                for portion in portions((one for one in params if one.grad is not None), nbytes, _PORTION):
                     group["params"] = portion
                     self._update(portion)
                 group["params"] = []
@@ -85,20 +86,6 @@ def reserve_states(storage: OffloadStorage, spec: AnyOptimizer, parameters: Mapp
         for key in STATE_KEYS[rule_of(spec, name, parameter.dim()).kind]
         if key != "step"
     )
-
-
-def _portions(weights: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Divide weights that have gradients into portions."""
-    portion: list[nn.Parameter] = []
-    for weight in weights:
-        if weight.grad is None:
-            continue
-        if portion and sum(map(nbytes, portion)) + nbytes(weight) > _PORTION:
-            yield portion
-            portion = []
-        portion.append(weight)
-    if portion:
-        yield portion
 
 
 def _is_large(value: object) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -142,10 +141,8 @@ class Server:
         """End a step and return its result. Raises ActionError if a communication failed."""
         step, device = self._step, self.context.device
         device.enter()
-        try:
+        with self.context.reports("end of step"):
             self.context.synchronize()
-        except GroupError as error:
-            raise self.context.failed("end of step", None, error) from None
         device.finish()
         step.now = None
         if step.is_train:

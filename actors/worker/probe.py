@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.inspect.activations import OutputWatch, Sight, Spot
 from raypar.actors.inspect.recording import Tape
-from raypar.actors.inspect.step import ActorContents, ComputedValue
+from raypar.actors.inspect.step import ActorContents, ComputedValue, Look
 from raypar.actors.machine.high_water import HighWater
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import Kind, Progress, Span
@@ -154,9 +154,9 @@ class Probe:
         if not values and not any(event.action == action for event in self.step.events):
             raise KeyError(str(action))
         in_flight = sum(len(stage.in_flight) for stage in self.state.stages.values())
-        return ComputedValue.of(
-            self.context.label, action, values, in_flight, self.context.device.peak(), tensors=tensors
-        )
+        kept = tuple(value.detach().cpu() for value in values) if tensors else ()
+        looks = tuple(map(Look.at, values))
+        return ComputedValue(self.context.label, action, looks, in_flight, self.context.device.peak(), kept)
 
     def memory(self) -> dict[Kind, int]:
         """Return the bytes that this actor holds now, by kind; kinds that the run cannot have are left out."""

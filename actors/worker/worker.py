@@ -12,7 +12,6 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.machine.device import ComputeDevice
@@ -225,14 +224,12 @@ class Worker:
         """
         step = self._step
         self._device.enter()
-        try:
+        with self.context.reports("end of step"):
             self.program.courier.drain()
             self.context.synchronize()
             if step.is_train and self._stream is not None:
                 flushed = range(step.number, step.number + self.program.schedule.stream)
                 compare_if_due(self.context, self.parts.part, flushed, f"after step {flushed[-1] + 1}")
-        except (GroupError, UnequalReplicasError) as error:
-            raise self.context.failed("end of step", None, error) from None
         step.read_losses()
         self._device.finish()
         step.now = None

@@ -17,6 +17,7 @@ from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, conver
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE
 from raypar.actors.machine.files import AT_ONCE, checkpoint_errors, whole_folder, write_whole
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.portions import portions
 from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.specs.lora import LORA
 from raypar.actors.specs.model import GPT, Llama
@@ -248,7 +249,7 @@ def _write_weights(found: VerifiedCheckpoint, tensors: Sequence[_Theirs], folder
 
     item = 4 if dtype == "F32" else 2
     sizes = {one.name: math.prod(one.shape) * item for one in tensors}
-    files = [*_filled(tensors, sizes, shard)]
+    files = [*portions(tensors, lambda one: sizes[one.name], shard)]
     source, file_of = Assembler(ShardFolder(found.path)), dict[str, str]()
     for number, inside in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -258,19 +259,6 @@ def _write_weights(found: VerifiedCheckpoint, tensors: Sequence[_Theirs], folder
         total = {"total_size": sum(sizes.values())}
         text = _json({"metadata": total, "weight_map": dict(sorted(file_of.items()))})
         write_whole(folder / INDEX, [memoryview(text)])
-
-
-def _filled(tensors: Sequence[_Theirs], sizes: Mapping[str, int], shard: int) -> Iterator[list[_Theirs]]:
-    """Yield the tensors of each file, as many in a row as it holds, and one at least."""
-    inside, size = list[_Theirs](), 0
-    for one in tensors:
-        if inside and size + sizes[one.name] > shard:
-            yield inside
-            inside, size = [], 0
-        inside.append(one)
-        size += sizes[one.name]
-    if inside:
-        yield inside
 
 
 def _bytes_of(

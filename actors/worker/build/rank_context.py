@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
+from raypar.actors.data_parallel.replica_checks import OtherInputsError, UnequalReplicasError, demand_equal
 from raypar.actors.errors import ActionError, StaleError, described, user_traceback
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.mesh.memberships import Membership, memberships
@@ -118,10 +119,8 @@ class RankContext:
         key = next((key for key in ("dp", "cp") if key in self.groups), None)
         if key is None:
             return
-        try:
+        with self.reports("beginning of step"):
             self.groups[key].host.all_reduce(tensor).wait()
-        except GroupError as error:
-            raise self.failed("beginning of step", None, error) from None
 
     def synchronize(self) -> None:
         """Wait until all communication so far is complete. On a GPU a failure shows only then."""
@@ -146,6 +145,14 @@ class RankContext:
         if epoch is not None and epoch < current:
             raise StaleError(f"this call is of epoch {epoch}; {self.label} is in epoch {current}")
         return current if epoch is None else epoch
+
+    @contextmanager
+    def reports(self, action: str) -> Iterator[None]:
+        """Return a context in which a failed communication, or unequal replicas, raise the error of ``failed``."""
+        try:
+            yield
+        except (GroupError, UnequalReplicasError) as error:
+            raise self.failed(action, None, error) from None
 
     def failed(self, action: str, peer: str | None, error: Exception) -> ActionError:
         """Abort all groups, so that no other actor waits for this one, and return the error to raise.

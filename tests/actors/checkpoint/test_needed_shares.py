@@ -95,7 +95,7 @@ def restored(before, after):
             is_less = isinstance(found, Exception) or not alike(found, everything[rank])
             assert is_less == (out < len(needed[rank])), f"rank {rank} without {needed[rank][out : out + 1]}"
     for keeper in keepers:
-        keeper.close()
+        keeper.leave(comes_back=False)
     return [[share.rank for share in its] for its in needed]
 
 
