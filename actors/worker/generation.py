@@ -132,12 +132,7 @@ class Generator:
         """Begin a step of the generation, which saves nothing for a backward."""
         number = 0 if self._under_way is None else self._under_way.steps
         step = self._probe.step = StepState("evaluate", number, len(prompts.groups))
-        for stage in self._part.stages.values():
-            stage.begin(train=False)
-        if self._part.overflow is not None:
-            self._part.overflow.begin(number, train=False)
-        if self._part.gathered is not None:
-            self._part.gathered.begin()
+        self._part.begin(number, train=False)
         self._context.device.begin()
         return step
 

@@ -61,7 +61,7 @@ class Server:
         part = build_part(plan, device, {}, index)
         own, scaler = part.share(index), LossScaler(None)
         self.state = WorkerState(context, part, own, updater_of(context, part, scaler), {}, scaler)
-        self.probe = Probe(context, self.state, part.model.names, part.outputs)
+        self.probe = Probe(context, self.state)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
         self.faults, self.last_action = FaultInjector(), LastAction()

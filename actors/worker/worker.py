@@ -72,9 +72,9 @@ class Worker:
         self.state = WorkerState(context, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         train = plan.programs["train"]
         reducer, row = self.parts.reducer, train.rows[context.row]
-        self._stream = Stream(context, self.state, part.stages, self._flow, reducer, row) if train.stream else None
+        self._stream = Stream(context, self.state, self._flow, reducer, row) if train.stream else None
         older = self._stream.older if self._stream is not None else None
-        self.probe = Probe(context, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
+        self.probe = Probe(context, self.state, reducer, older)
         self._device, self._stages, self._step = device, part.stages, self.probe.step
         self._routers = Routers(context, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
@@ -162,13 +162,8 @@ class Worker:
         self.program.courier.begin()
         self._flow.begin(self._step, self.program)
         self._routers.begin(self._flow.auxiliary(0))
-        for stage in self._stages.values():
-            stage.begin(train=train)
-        if self.parts.part.overflow is not None:
-            self.parts.part.overflow.begin(step, train=train)
         self.program.windows.begin()
-        if self.parts.part.gathered is not None:
-            self.parts.part.gathered.begin()
+        self.parts.part.begin(step, train=train)
         self._device.begin()
 
     def open(self, step: int) -> None:

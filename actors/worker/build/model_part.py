@@ -86,6 +86,15 @@ class ModelPart:
         """The parameters that have the sums of gradients once these are reduced, by logical name."""
         return self.masters.parameters if self.storage.is_off_device else self.parameters
 
+    def begin(self, step: int, *, train: bool) -> None:
+        """Begin a step of a program in the stages, and in what is counted in them."""
+        for stage in self.stages.values():
+            stage.begin(train=train)
+        if self.overflow is not None:
+            self.overflow.begin(step, train=train)
+        if self.gathered is not None:
+            self.gathered.begin()
+
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""
         if not self.weights:
