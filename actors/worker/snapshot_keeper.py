@@ -143,7 +143,10 @@ class SnapshotKeeper:
             state.keep(self._slots, step, lambda: None)
 
     def drop_old(self) -> None:
-        """Drop all snapshots that no actor writes to any more, once all actors have begun new ones."""
+        """Drop all snapshots that no actor writes to any more, once all actors have begun new ones.
+
+        Those are the snapshots of replaced actors, and those that came from other nodes.
+        """
         self.stop_copies()
         self._held.drop_old()
 
@@ -213,7 +216,7 @@ class SnapshotKeeper:
     # --- going back ---
 
     def steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
-        """Return, by owner, the steps of which this actor has a snapshot."""
+        """Return, by owner, the steps of which this actor has a snapshot. It may be called during a step."""
         return self._files().steps()
 
     def contents(self, step: int, shares: Sequence[SnapshotOwner]) -> dict[SnapshotOwner, ShareContents]:
@@ -236,9 +239,12 @@ class SnapshotKeeper:
         for share, recipient in to:
             send_copy_once(files.file(share, step), recipient)
 
-    def write(self, step: int, shares: Sequence[SnapshotOwner], folder: Path) -> list[Written]:
-        """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``."""
-        return write_snapshots(self._files(), step, shares, folder)
+    def write(self, step: int, shares: Sequence[SnapshotOwner], folder: str) -> list[Written]:
+        """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``.
+
+        It may be called during a step.
+        """
+        return write_snapshots(self._files(), step, shares, Path(folder))
 
     def restore(
         self, step: int, shares: Sequence[SnapshotOwner], arrived: Sequence[Address], state: WorkerState

@@ -78,11 +78,8 @@ class Worker:
         self._device, self._stages, self._step = device, part.stages, self.probe.step
         self._routers = Routers(context, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
-        self.generator, self.faults, self.last_action = (
-            Generator(context, part, self.probe),
-            FaultInjector(),
-            LastAction(),
-        )
+        self.generator = Generator(context, part, self.probe)
+        self.faults, self.last_action = FaultInjector(), LastAction()
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,

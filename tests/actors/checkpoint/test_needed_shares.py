@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -64,7 +64,9 @@ def gone_back(team, files, needed):
         for _, _, tensor in actor.member.state.pieces():
             tensor.detach().zero_()
         shares = needed[team.all.index(actor)]
-        with closing(with_files(actor, {share: files[share] for share in shares})) as keeper:
+        with ExitStack() as stack:
+            keeper = with_files(actor, {share: files[share] for share in shares})
+            stack.callback(keeper.leave, comes_back=False)
             keeper.restore(STEP, shares, (), actor.member.state)
         return state(actor)
 
