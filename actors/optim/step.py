@@ -19,8 +19,16 @@ from raypar.actors.models.tied_weights import Ends
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
-from raypar.actors.optim.offloaded import OffloadedOptimizer, reserve_states
-from raypar.actors.optim.optimizer import Optimizer, build_optimizer, gradient_norm, load_state, set_lr, state_tensors
+from raypar.actors.optim.optimizer import (
+    OffloadedOptimizer,
+    Optimizer,
+    build_optimizer,
+    gradient_norm,
+    load_state,
+    reserve_states,
+    set_lr,
+    state_tensors,
+)
 from raypar.actors.optim.votes import GradientTally, PendingReport, ReportedGradients
 from raypar.actors.optim.weight_average import WeightAverage
 from raypar.actors.specs.precision import FP16_MAX
