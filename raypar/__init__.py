@@ -24,7 +24,7 @@ def __getattr__(name: str) -> object:
     if name not in _SOURCE_OF:
         raise AttributeError(f"module 'raypar' has no attribute {name!r}{_meant(name)}")
     module, there = _SOURCE_OF[name]
-    return getattr(importlib.import_module(module), there)
+    return getattr(importlib.__import__(module, fromlist=[there]), there)  # a module, too
 
 
 def _meant(name: str) -> str:

@@ -46,7 +46,7 @@ class BuddyCopyReceiver:
     """
 
     def __init__(self, host: str, expected: Mapping[str, SnapshotOwner], files: int) -> None:
-        self._files = {token: tuple(_CopyFile() for _ in range(files)) for token in expected}
+        self._files = {token: tuple(os.memfd_create("raypar-snapshot") for _ in range(files)) for token in expected}
         self._expected = dict(expected)
         self._listener = socket.create_server((host, 0), backlog=len(expected) + 1)
         self.port = int(self._listener.getsockname()[1])
@@ -56,7 +56,7 @@ class BuddyCopyReceiver:
 
     def files(self) -> dict[SnapshotOwner, tuple[int, ...]]:
         """Return the descriptors of the files, by owner of the copies. They end with the receiver."""
-        return {share: tuple(file.fd for file in self._files[token]) for token, share in self._expected.items()}
+        return {share: self._files[token] for token, share in self._expected.items()}
 
     def close(self) -> None:
         """Stop receiving. A copy under way is lost."""
@@ -70,7 +70,7 @@ class BuddyCopyReceiver:
         if not any(thread.is_alive() for thread in self._threads):
             for files in self._files.values():
                 for file in files:
-                    os.close(file.fd)
+                    os.close(file)
         self._files = {}
 
     def _start(self, work: Callable[..., None], *args: object) -> None:
@@ -197,28 +197,18 @@ def send_copy_once(file: int, to: Recipient) -> None:
         raise ConnectionError(f"a snapshot did not arrive at {to.host}: {lost}")
 
 
-class _CopyFile:
-    """A memory file for copies.
-
-    Attributes:
-        fd: Its descriptor.
-    """
-
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("raypar-snapshot")
-
-    def receive(self, connection: socket.socket, size: int) -> None:
-        """Receive a copy of so many bytes. Raises OSError if the connection is lost."""
-        if os.fstat(self.fd).st_size == size:
-            os.pwrite(self.fd, _NOT_WHOLE, 0)
-        else:
-            os.ftruncate(self.fd, 0)
-            reserve(self.fd, 0, size)
-        with mmap.mmap(self.fd, size) as content, memoryview(content) as view, view[_LENGTH.size :] as rest:
-            _fill(rest, connection)
-        connection.sendall(_ACK)
-        os.pwrite(self.fd, _exactly(connection, _LENGTH.size), 0)
-        connection.sendall(_ACK)
+def _receive_copy(file: int, connection: socket.socket, size: int) -> None:
+    """Receive a copy of so many bytes into a memory file. Raises OSError if the connection is lost."""
+    if os.fstat(file).st_size == size:
+        os.pwrite(file, _NOT_WHOLE, 0)
+    else:
+        os.ftruncate(file, 0)
+        reserve(file, 0, size)
+    with mmap.mmap(file, size) as content, memoryview(content) as view, view[_LENGTH.size :] as rest:
+        _fill(rest, connection)
+    connection.sendall(_ACK)
+    os.pwrite(file, _exactly(connection, _LENGTH.size), 0)
+    connection.sendall(_ACK)
 
 
 def _token_of(connection: socket.socket) -> str:
@@ -230,14 +220,14 @@ def _token_of(connection: socket.socket) -> str:
         return ""
 
 
-def _receive(connection: socket.socket, files: tuple[_CopyFile, ...]) -> None:
+def _receive(connection: socket.socket, files: tuple[int, ...]) -> None:
     """Receive copies into files in turn, until the connection is closed."""
     with suppress(OSError), connection:
         for file in cycle(files):
             connection.settimeout(None)
             (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
             connection.settimeout(SILENCE)
-            file.receive(connection, size)
+            _receive_copy(file, connection, size)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytearray:

@@ -57,11 +57,6 @@ class Stored:
     offset: Shape
     shape: Shape
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The index of this slice in the logical tensor."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.shape, strict=True))
-
     def __str__(self) -> str:
         return f"{self.key!r} of {self.file!r}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ DTYPES: dict[Format, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat
 _PIECE = 1 << 20  # most elements that are counted together
 
 
+@dataclass(eq=False)
 class OverflowWatch:
     """Counts of one actor, in every k-th training step.
 
@@ -24,7 +26,7 @@ class OverflowWatch:
     underflows if it is not zero and smaller than the format's smallest normal number. Counting changes no number of the
     run, and waits for no device before ``read``.
 
-    Args:
+    Attributes:
         every: Count in every so many training steps, beginning with the first.
         format: The format.
         layers: Logical names of all layers of the model.
@@ -33,33 +35,26 @@ class OverflowWatch:
         addends: By logical name, a key that distinguishes this actor's addend of a gradient from those of others.
     """
 
-    def __init__(
-        self,
-        every: int,
-        format: Format,
-        layers: Sequence[str],
-        outputs: Mapping[str, Sharding],
-        weights: Mapping[str, Sharding],
-        addends: Mapping[str, Hashable],
-    ) -> None:
-        self._every, self._layers, self._outputs = every, tuple(layers), outputs
-        self._weights, self._addends = weights, addends
-        info = torch.finfo(DTYPES[format])
-        self._largest, self._smallest = info.max, info.smallest_normal
-        self._parts: dict[tuple[int, int, int], tuple[Hashable, ...]] = {}  # see _output and _weight
-        self._layer_of: dict[str, tuple[int, tuple[Hashable, ...]]] = {}
-        self._is_on = False
-        self._seen: set[tuple[int, int]] = set()  # layer and microbatch whose outputs are counted
-        self._counts: list[RangeCount] = []  # without figures
-        # Small tensors are counted together, so that they cost no more than large ones: magnitudes with their indices
-        # in ``_counts``, by length, dtype and device.
-        self._waiting: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, Tensor]]] = {}
-        self._held = 0  # elements in ``_waiting``
-        self._counted: list[tuple[Sequence[int], Tensor]] = []  # indices in ``_counts``, and their figures
+    every: int
+    format: Format
+    layers: Sequence[str]
+    outputs: Mapping[str, Sharding]
+    weights: Mapping[str, Sharding]
+    addends: Mapping[str, Hashable]
+    _parts: dict[tuple[int, int, int], tuple[Hashable, ...]] = field(default_factory=dict)  # see _output
+    _layer_of: dict[str, tuple[int, tuple[Hashable, ...]]] = field(default_factory=dict)  # see _weight
+    _is_on: bool = False
+    _seen: set[tuple[int, int]] = field(default_factory=set)  # layer and microbatch whose outputs are counted
+    _counts: list[RangeCount] = field(default_factory=list)  # without figures
+    # Small tensors are counted together, so that they cost no more than large ones: magnitudes with their indices
+    # in ``_counts``, by length, dtype and device.
+    _waiting: dict[tuple[int, torch.dtype, torch.device], list[tuple[int, Tensor]]] = field(default_factory=dict)
+    _held: int = 0  # elements in ``_waiting``
+    _counted: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)  # indices in ``_counts``, their figures
 
     def begin(self, step: int, *, train: bool) -> None:
         """Begin a step, and drop the state of an interrupted one."""
-        self._is_on = train and step % self._every == 0
+        self._is_on = train and step % self.every == 0
         self._seen.clear()
         self._counts.clear()
         self._waiting.clear()
@@ -125,16 +120,16 @@ class OverflowWatch:
         """Return the key of this actor's part of an output of a layer."""
         key = layer, number, dims
         if key not in self._parts:
-            sharding = self._outputs.get(self._layers[layer], Sharding()).for_dims(dims)
+            sharding = self.outputs.get(self.layers[layer], Sharding()).for_dims(dims)
             self._parts[key] = (number, *_key_of(sharding))
         return self._parts[key]
 
     def _weight(self, name: str) -> tuple[int, tuple[Hashable, ...]]:
         """Return the index of a parameter's layer, and the key of this actor's part of its gradient."""
         if name not in self._layer_of:
-            layer = max((each for each in self._layers if name.startswith(f"{each}.")), key=len)
-            part = (name, *_key_of(self._weights.get(name, Sharding())), self._addends.get(name))
-            self._layer_of[name] = self._layers.index(layer), part
+            layer = max((each for each in self.layers if name.startswith(f"{each}.")), key=len)
+            part = (name, *_key_of(self.weights.get(name, Sharding())), self.addends.get(name))
+            self._layer_of[name] = self.layers.index(layer), part
         return self._layer_of[name]
 
     def _count(
@@ -145,16 +140,17 @@ class OverflowWatch:
         for piece in (flat,) if flat.numel() <= _PIECE else flat.split(_PIECE):
             size = piece.abs() if piece.itemsize > 2 else piece.float().abs_()  # halves cannot hold the counts
             self._waiting.setdefault((size.numel(), size.dtype, size.device), []).append((len(self._counts), size))
-        self._counts.append(RangeCount(layer, self._layers[layer], kind, microbatch, part, value.numel(), 0, 0))
+        self._counts.append(RangeCount(layer, self.layers[layer], kind, microbatch, part, value.numel(), 0, 0))
         self._held += value.numel()
         if self._held >= _PIECE:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
+        info = torch.finfo(DTYPES[self.format])
         for waiting in self._waiting.values():
             indices, sizes = zip(*waiting, strict=True)
             stacked = sizes[0].unsqueeze(0) if len(sizes) == 1 else torch.stack(sizes)
-            self._counted.append((indices, count_sizes(stacked, self._largest, self._smallest)))
+            self._counted.append((indices, count_sizes(stacked, info.max, info.smallest_normal)))
         self._waiting.clear()
         self._held = 0
 

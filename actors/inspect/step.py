@@ -98,23 +98,6 @@ class ComputedValue:
     memory: int
     tensors: tuple[Tensor, ...] = ()
 
-    @classmethod
-    def of(
-        cls, actor: str, action: Action, values: Values, in_flight: int, memory: int, *, tensors: bool
-    ) -> ComputedValue:
-        """Compute the figures of an action's tensors.
-
-        Args:
-            actor: The actor's coordinates.
-            action: The action.
-            values: The tensors.
-            in_flight: See the attribute.
-            memory: See the attribute.
-            tensors: Whether to keep copies of the tensors.
-        """
-        kept = tuple(value.detach().cpu() for value in values) if tensors else ()
-        return cls(actor, action, tuple(map(Look.at, values)), in_flight, memory, kept)
-
     @property
     def finite(self) -> bool:
         """Whether all elements of all tensors are finite."""

@@ -9,8 +9,7 @@ import resource
 import sys
 import time
 import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -98,8 +97,10 @@ def _close(files: tuple[int, ...]) -> None:
         os.close(file)
 
 
-class ComputeDevice(ABC):
-    """The device on which an actor computes.
+class ComputeDevice:
+    """The device on which an actor computes. This class is the CPUs of this machine, ``Cuda`` is a GPU.
+
+    On CPUs work is complete when the call returns, so a mark is the time itself.
 
     Attributes:
         kind: Kind of device, in a plan's spelling.
@@ -107,98 +108,57 @@ class ComputeDevice(ABC):
         clock_offset: Seconds from this machine's clock to that of the driver's machine.
     """
 
-    kind: DeviceKind
-    device: torch.device
+    kind: DeviceKind = "cpu"
+    device = torch.device("cpu")
     clock_offset: float = 0.0
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self._memory = PeakMemory()
+
     def enter(self) -> None:
         """Prepare the calling thread to compute on the device. An actor's calls may run on any thread."""
 
-    @abstractmethod
     def to(self, values: Values) -> Values:
         """Move values from the host to this device."""
+        return values
 
-    @abstractmethod
     def settle(self, modules: Iterable[nn.Module]) -> None:
         """Move modules from the host to this device, in place."""
 
-    @abstractmethod
     def seed(self, seed: int) -> None:
         """Seed the generators from which layers draw."""
+        torch.default_generator.manual_seed(seed)
 
-    @abstractmethod
     def ahead(self, *, rehearsed: bool) -> int:
         """Return the number of receives to post early, so that their peers need not wait.
 
         Args:
             rehearsed: Whether the same actions have run before.
         """
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Start a step: reset its marks and its peak of memory."""
-
-    @abstractmethod
-    def mark(self) -> float:
-        """Return a mark of this moment, for ``seconds``: on a GPU, the completion of the work issued so far."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Wait until all work is complete. Afterwards ``seconds`` and ``spans`` can convert the step's marks."""
-
-    @abstractmethod
-    def seconds(self, mark: float) -> float:
-        """Return the time of a mark, in seconds of this machine's clock (``time.perf_counter``)."""
-
-    @abstractmethod
-    def spans(self, marked: list[Span]) -> list[Span]:
-        """Convert spans between marks to spans of time, by the clock of the driver's machine."""
-
-    @abstractmethod
-    def peak(self) -> int:
-        """Return the peak of memory since ``begin``, in bytes."""
-
-
-class Host(ComputeDevice):
-    """The CPUs of this machine. Work is complete when the call returns, so a mark is the time itself."""
-
-    kind: DeviceKind = "cpu"
-    device = torch.device("cpu")
-    mark = staticmethod(time.perf_counter)  # called twice per action, so without a wrapper
-
-    def __init__(self) -> None:
-        self._memory = PeakMemory()
-
-    def enter(self) -> None:
-        """Do nothing: every thread can compute on the CPU."""
-
-    def to(self, values: Values) -> Values:
-        return values
-
-    def settle(self, modules: Iterable[nn.Module]) -> None:
-        """Do nothing: the modules are already on the host."""
-
-    def seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-
-    def ahead(self, *, rehearsed: bool) -> int:
         return 2
 
     def begin(self) -> None:
+        """Start a step: reset its marks and its peak of memory."""
         self._memory.reset()
 
+    # A mark of this moment, for ``seconds``: on a GPU, the completion of the work issued so far. It is called twice per
+    # action, so without a wrapper.
+    mark: Callable[[], float] = staticmethod(time.perf_counter)
+
     def finish(self) -> None:
-        """Do nothing: all work is complete."""
+        """Wait until all work is complete. Afterwards ``seconds`` and ``spans`` can convert the step's marks."""
 
     def seconds(self, mark: float) -> float:
+        """Return the time of a mark, in seconds of this machine's clock (``time.perf_counter``)."""
         return mark
 
     def spans(self, marked: list[Span]) -> list[Span]:
+        """Convert spans between marks to spans of time, by the clock of the driver's machine."""
         ahead = self.clock_offset
         return [span._replace(start=span.start + ahead, end=span.end + ahead) for span in marked] if ahead else marked
 
     def peak(self) -> int:
+        """Return the peak of memory since ``begin``, in bytes."""
         return self._memory.read()
 
 
@@ -282,4 +242,4 @@ class Cuda(ComputeDevice):
 
 def device_of(kind: DeviceKind) -> ComputeDevice:
     """Return this process's device of a kind. Raises RuntimeError if it has none."""
-    return Cuda() if kind == "cuda" else Host()
+    return Cuda() if kind == "cuda" else ComputeDevice()

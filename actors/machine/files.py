@@ -11,11 +11,11 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 from uuid import uuid4
 
 from raypar.actors.errors import CheckpointError
@@ -38,39 +38,31 @@ def exhaust(work: Iterator[object], spare: float) -> None:
         Exception: Any exception of the work.
     """
     if spare > 0 and has_feature("idle_threads"):
-        thread = _Spare(work)
+        late, errors = threading.Event(), list[BaseException]()
+        thread = threading.Thread(target=_work_idly, args=(work, late, errors), name="raypar-spare", daemon=True)
         thread.start()
         thread.join(spare)
-        thread.late.set()
+        late.set()
         thread.join()
-        if thread.error is not None:
-            raise thread.error
+        for error in errors:
+            raise error
     deque(work, maxlen=0)
 
 
-class _Spare(threading.Thread):
-    """A thread that works at idle priority until it is ``late``.
+def _work_idly(work: Iterator[object], late: threading.Event, errors: list[BaseException]) -> None:
+    """Do pieces of the work at idle priority until it is complete or ``late`` is set, and store an error of it.
 
     A thread cannot leave SCHED_IDLE, so the work has a separate thread.
     """
-
-    def __init__(self, work: Iterator[object]) -> None:
-        super().__init__(name="raypar-spare", daemon=True)
-        self._work = work
-        self.late = threading.Event()
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """Do pieces of the work until it is complete or this thread is late."""
-        try:
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        except OSError:
-            return
-        try:
-            while not self.late.is_set() and next(self._work, self) is not self:
-                pass
-        except BaseException as error:
-            self.error = error
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except OSError:
+        return
+    try:
+        while not late.is_set() and next(work, late) is not late:
+            pass
+    except BaseException as error:
+        errors.append(error)
 
 
 _PIECE = 1 << 20  # bytes: a piece is hashed and then written while it is still in cache
@@ -104,7 +96,7 @@ def checkpoint_errors(doing: str) -> Iterator[None]:
         raise CheckpointError([f"{doing} ({error}): give another path"]) from error
 
 
-class WholeFile:
+class WholeFile(AbstractContextManager["WholeFile"]):
     """A file that appears at its path only when it is complete.
 
     It is written under a hidden name; ``commit`` syncs and renames it. The caller must sync the folder afterwards. As a
@@ -152,9 +144,6 @@ class WholeFile:
             with suppress(OSError):
                 self._aside.unlink()
             os.close(self._out)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()

@@ -42,15 +42,15 @@ class Ends:
     @property
     def pairs(self) -> set[tuple[int, int]]:
         """The members that exchange gradients: one that holds the original, and one that holds the copy."""
-        ends = {(one, self.copy_for(index)) for index, one in enumerate(self.originals)}
+        ends = {(one, self.reversed().original_for(index)) for index, one in enumerate(self.originals)}
         return ends | {(self.original_for(index), one) for index, one in enumerate(self.copies)}
 
-    def copy_for(self, index: int) -> int:
-        """Return the member that sends the copy's gradient to ``originals[index]``."""
-        return self.copies[index % len(self.copies)]
+    def reversed(self) -> Ends:
+        """Return the tie with the copy as the original."""
+        return Ends(self.copy, self.copies, self.original, self.originals)
 
     def original_for(self, index: int) -> int:
-        """Return the member that sends the summed gradient to ``copies[index]``."""
+        """Return the member that sends the original's gradient, or the sum, to ``copies[index]``."""
         return self.originals[index % len(self.originals)]
 
 

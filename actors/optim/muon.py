@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _SMALLEST = 1e-7  # norm below which a matrix counts as zero
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+@dataclass(eq=False)
 class MuonWithAdamW:
     """Muon over matrices, and AdamW over all other weights, as one optimizer.
 
@@ -31,54 +33,49 @@ class MuonWithAdamW:
     exchange their parts, and each orthogonalizes the whole matrix, on its device, and adds its part of that to its
     weight.
 
-    Args:
+    Attributes:
         spec: Settings of the optimizer.
         matrices: Parameter groups of matrices: dictionaries with ``params``, ``lr`` and ``weight_decay``.
         others: AdamW over all other weights; None if there are none.
         names: Logical names of the matrices.
         tensors: The matrices that a tensor-parallel group shards.
-
-    Attributes:
         param_groups: All parameter groups. A change of one has effect from the next step on.
         state: The state of each parameter: for a matrix the ``momentum_buffer``, else what AdamW keeps.
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
     """
 
-    def __init__(
-        self,
-        spec: Muon,
-        matrices: Sequence[dict[str, Any]],
-        others: torch.optim.Optimizer | None,
-        names: Mapping[Tensor, str],
-        tensors: ShardedGradients,
-    ) -> None:
-        self._spec, self._matrices, self._others = spec, matrices, others
-        self._names, self._tensors = names, tensors
-        self.param_groups: list[dict[str, Any]] = [*matrices, *(others.param_groups if others else ())]
-        self.state: defaultdict[Tensor, Any] = others.state if others else defaultdict(dict)
+    spec: Muon
+    matrices: Sequence[dict[str, Any]]
+    others: torch.optim.Optimizer | None
+    names: Mapping[Tensor, str]
+    tensors: ShardedGradients
+
+    def __post_init__(self) -> None:
+        self.param_groups = [*self.matrices, *(self.others.param_groups if self.others else ())]
+        self.state: defaultdict[Tensor, Any] = self.others.state if self.others else defaultdict(dict)
 
     @torch.no_grad()
     def step(self) -> None:
         """Update every weight that has a gradient."""
-        for group in self._matrices:
+        for group in self.matrices:
             for weight in group["params"]:
                 if weight.grad is not None:
                     self._update(weight, weight.grad, group["lr"], group["weight_decay"])
-        if self._others is not None:
-            self._others.step()
+        if self.others is not None:
+            self.others.step()
 
     def _update(self, weight: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
         """Update a matrix, or this actor's part of one, in place from its gradient of the same shape."""
-        momentum, state, name = self._spec.momentum, self.state[weight], self._names[weight]
+        momentum, state, name = self.spec.momentum, self.state[weight], self.names[weight]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        ahead = self._tensors.whole(name, gradient.lerp(mean, momentum) if self._spec.nesterov else mean)
-        update = orthogonalized(ahead, self._spec.iterations, _DTYPES[self._spec.precision])
+        ahead = self.tensors.whole(name, gradient.lerp(mean, momentum) if self.spec.nesterov else mean)
+        update = orthogonalized(ahead, self.spec.iterations, _DTYPES[self.spec.precision])
         weight.mul_(1 - lr * weight_decay)
-        own = self._tensors.part(name, update).to(weight.device)
-        weight.add_(own, alpha=-lr * scale_of(self._spec.scale, *update.shape))
+        own = self.tensors.part(name, update).to(weight.device)
+        weight.add_(own, alpha=-lr * scale_of(self.spec.scale, *update.shape))
 
 
 def scale_of(scale: MuonScale, rows: int, columns: int) -> float:

@@ -1,9 +1,9 @@
-"""Optimizers over parameters with logical names: torch's AdamW and SGD, and Muon."""
+"""Optimizers over parameters with logical names: torch's AdamW and SGD, Muon, and any with weights off the device."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import unwrap
 from typing import Any, Protocol
 
@@ -15,13 +15,15 @@ from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
-from raypar.actors.specs.optim import AdamW, AnyOptimizer, Muon
+from raypar.actors.portions import portions
+from raypar.actors.specs.optim import SGD, AdamW, AnyOptimizer, Muon
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
-from raypar.actors.tensors import is_dense
+from raypar.actors.tensors import is_dense, nbytes
 
 # State keys of a parameter, by optimizer: see ``Rule.kind``.
 STATE_KEYS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
 _UPDATERS = {"adamw": ("adamw",), "sgd": ("sgd",), "muon": ("muon", "adamw")}  # by kind of a run's optimizer
+_PORTION = 4 << 20  # bytes of weights off the device that are updated at a time, unless one alone is larger
 
 
 class _AdamW(torch.optim.AdamW):
@@ -143,3 +145,78 @@ def gradient_norm(gradient: Tensor) -> Tensor:
     is_half = gradient.dtype in (torch.bfloat16, torch.float16)
     norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32 if is_half else None).float()
     return norm
+
+
+class OffloadedOptimizer:
+    """Updates weights in portions, so that only one portion's weights, gradients and states are mapped at a time.
+
+    Optimizers update each weight independently, so the results have the same bits. The states that the optimizer
+    creates in a weight's first update are moved to the storage.
+
+    Args:
+        optimizer: The optimizer of all weights.
+        storage: Storage of weights, gradients and states.
+
+    Attributes:
+        param_groups: All parameter groups.
+        state: The state of each parameter.
+
+    Source: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training".
+    """
+
+    def __init__(self, optimizer: Optimizer, storage: OffloadStorage) -> None:
+        self._optimizer, self._storage = optimizer, storage
+        self.param_groups: list[dict[str, Any]] = optimizer.param_groups
+        self.state: defaultdict[Tensor, Any] = optimizer.state
+
+    def step(self) -> None:
+        """Update every weight that has a gradient."""
+        members = [group["params"] for group in self.param_groups]
+        try:
+            for group in self.param_groups:
+                group["params"] = []
+            for group, params in zip(self.param_groups, members, strict=True):
+                for portion in portions((one for one in params if one.grad is not None), nbytes, _PORTION):
+                    group["params"] = portion
+                    self._update(portion)
+                group["params"] = []
+        finally:
+            for group, params in zip(self.param_groups, members, strict=True):
+                group["params"] = params
+
+    def _update(self, weights: Sequence[nn.Parameter]) -> None:
+        states = [value for weight in weights for value in self.state.get(weight, {}).values() if _is_large(value)]
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        with self._storage.accessible([*weights, *states], writes=True), self._storage.accessible(gradients):
+            self._optimizer.step()
+        for weight in weights:
+            state = self.state.get(weight, {})
+            for key, value in state.items():
+                if _is_large(value):
+                    state[key] = self._storage.moved(value)
+
+
+def reserve_states(storage: OffloadStorage, spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Reserve space for the states that an optimizer creates in its first step.
+
+    Args:
+        storage: Storage of the states.
+        spec: Kind and settings of the optimizer.
+        parameters: The parameters by logical name.
+
+    Raises:
+        OffloadError: There is not enough space.
+    """
+    if isinstance(spec, SGD) and not spec.momentum:
+        return
+    storage.reserve(
+        nbytes(parameter)
+        for name, parameter in parameters.items()
+        for key in STATE_KEYS[rule_of(spec, name, parameter.dim()).kind]
+        if key != "step"
+    )
+
+
+def _is_large(value: object) -> bool:
+    """Return whether a value of a weight's state is a tensor with dims, and not a number."""
+    return isinstance(value, Tensor) and value.dim() > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -18,13 +19,21 @@ from raypar.actors.models.tied_weights import Ends
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
-from raypar.actors.optim.offloaded import OffloadedOptimizer, reserve_states
-from raypar.actors.optim.optimizer import Optimizer, build_optimizer, gradient_norm, load_state, set_lr, state_tensors
+from raypar.actors.optim.optimizer import (
+    OffloadedOptimizer,
+    Optimizer,
+    build_optimizer,
+    gradient_norm,
+    load_state,
+    reserve_states,
+    set_lr,
+    state_tensors,
+)
 from raypar.actors.optim.votes import GradientTally, PendingReport, ReportedGradients
 from raypar.actors.optim.weight_average import WeightAverage
-from raypar.actors.specs.optim import AnyOptimizer
-from raypar.actors.specs.precision import FP16_MAX, Nonfinite
+from raypar.actors.specs.precision import FP16_MAX
 from raypar.actors.specs.results import Updated
+from raypar.actors.specs.run import Run
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 
 _TIE_TAG = 1 << 30  # tag of the first message about tied weights, above every tag of a schedule's messages
@@ -49,10 +58,11 @@ class ParameterUpdate(Protocol):
         """Replace the weights by their averages, or restore them."""
 
 
+@dataclass(eq=False)
 class Updater:
     """Optimizer of the parameters that one actor owns. All actors that own parts of the model step together.
 
-    Args:
+    Attributes:
         masters: The weights that this actor updates.
         names: Names of all logical parameters of the model. Every layout sums the global norm in this order, so that it
             has the same bits.
@@ -62,45 +72,29 @@ class Updater:
             only one.
         tensors: The parameters that a tensor-parallel group shards, and the gradients that it must sum.
         reports: The numbers that this actor reports to the group.
-        optim: Kind and settings of the optimizer.
-        clip: Largest global gradient norm; None for no clipping.
-        steps: Number of steps of the whole run; the learning rate depends on it.
+        run: The run, with the settings of the optimizer.
         scaler: The scale of the loss.
-        nonfinite: What to do with a step that is not finite although the scale of the loss can't fall any more.
-        ema: Decay of the moving average of the weights; None for no average.
         reached: Parameters that must have a gradient in the first update; others are reported.
     """
 
-    def __init__(
-        self,
-        masters: Masters,
-        names: Sequence[str],
-        ties: Sequence[Ends],
-        group: Group | None,
-        tensors: ShardedGradients,
-        reports: ReportedGradients,
-        optim: AnyOptimizer,
-        clip: float | None,
-        steps: int,
-        scaler: LossScaler,
-        nonfinite: Nonfinite,
-        ema: float | None = None,
-        reached: Collection[str] = (),
-    ) -> None:
-        self._masters, self._parameters = masters, masters.parameters
-        self._names, self._ties, self._group = names, ties, group
-        self._scaler, self._nonfinite, self._reports = scaler, nonfinite, reports
-        self._tensors = tensors
-        self._spec = optim
-        self._clip = clip
-        self._steps = steps
-        self._positions = {name: position for position, name in enumerate(names)}
-        self._optimizer: Optimizer | None = build_optimizer(optim, self._parameters, tensors)
-        if masters.storage.is_off_device and self._optimizer is not None:
-            self._optimizer = OffloadedOptimizer(self._optimizer, masters.storage)
-            reserve_states(masters.storage, optim, self._parameters)
-        self._average = None if ema is None else WeightAverage(ema, masters)
-        self._reached = reached
+    masters: Masters
+    names: Sequence[str]
+    ties: Sequence[Ends]
+    group: Group | None
+    tensors: ShardedGradients
+    reports: ReportedGradients
+    run: Run
+    scaler: LossScaler
+    reached: Collection[str]
+
+    def __post_init__(self) -> None:
+        storage, self._parameters = self.masters.storage, self.masters.parameters
+        self._positions = {name: position for position, name in enumerate(self.names)}
+        self._optimizer: Optimizer | None = build_optimizer(self.run.optim, self._parameters, self.tensors)
+        if storage.is_off_device and self._optimizer is not None:
+            self._optimizer = OffloadedOptimizer(self._optimizer, storage)
+            reserve_states(storage, self.run.optim, self._parameters)
+        self._average = None if self.run.ema is None else WeightAverage(self.run.ema, self.masters)
 
     def step(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
@@ -134,19 +128,19 @@ class Updater:
         known, numbers = self._numbers(ballot)
         own = GradientTally.of(known)  # equal on all actors of a stage, so that all of them update, or none
         is_plain = self._is_plain(own if ballot is not None else own._replace(correction=1.0))
-        handle = None if self._group is None else self._group.host.all_reduce(numbers)
+        handle = None if self.group is None else self.group.host.all_reduce(numbers)
         return PendingReport(ballot, numbers, handle, is_plain)
 
     def apply(self, step: int) -> float:
         """Update the parameters by their gradients, unchanged, and return the learning rate."""
-        lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
+        lr = lr_at(self.run.optim, step - self.scaler.skipped, self.run.steps)
         if self._optimizer is not None:
             set_lr(self._optimizer, lr)
             self._optimizer.step()
         if self._average is not None:
             self._average.update()
-        self._masters.publish()
-        self._masters.storage.check()
+        self.masters.publish()
+        self.masters.storage.check()
         return lr
 
     def conclude(self, step: int, vote: PendingReport, undo: Callable[[], object]) -> tuple[Updated, bool]:
@@ -167,9 +161,9 @@ class Updater:
             vote.handle.wait()
         tally = GradientTally.of(vote.numbers)
         if vote.is_plain and self._is_plain(tally):
-            scale = self._scaler.scale if self._scaler.is_on else None
-            lr = lr_at(self._spec, step - self._scaler.skipped, self._steps)
-            self._scaler.grow()
+            scale = self.scaler.scale if self.scaler.is_on else None
+            lr = lr_at(self.run.optim, step - self.scaler.skipped, self.run.steps)
+            self.scaler.grow()
             return Updated(float(torch.linalg.vector_norm(tally.norms)), lr, scale, unreached=self._unreached()), True
         if vote.is_plain:
             undo()
@@ -177,26 +171,26 @@ class Updater:
 
     def _prepare(self) -> None:
         """Complete the gradients of masters: unscale them, and sum them over tensor groups and ties."""
-        self._masters.take_gradients(1.0 / self._scaler.scale)
-        self._tensors.complete(self._parameters)
+        self.masters.take_gradients(1.0 / self.scaler.scale)
+        self.tensors.complete(self._parameters)
         self._reduce_ties()
 
     def _is_plain(self, tally: GradientTally) -> bool:
         """Return whether the update uses the gradients unchanged: finite, uncorrected and within the clip."""
         total = torch.linalg.vector_norm(tally.norms)
-        fits = self._clip is None or not bool(self._clip / (total + 1e-6) < 1.0)
+        fits = self.run.clip is None or not bool(self.run.clip / (total + 1e-6) < 1.0)
         return tally.is_finite and tally.correction == 1.0 and bool(torch.isfinite(total)) and fits
 
     def _decide(
         self, step: int, ballot: Tensor | None, tally: GradientTally, change: Callable[[], object] | None = None
     ) -> Updated:
         """Clip the gradients and update the parameters, or skip the step, by the sum of all reports; see ``step``."""
-        scale = self._scaler.scale if self._scaler.is_on else None
+        scale = self.scaler.scale if self.scaler.is_on else None
         if tally.correction == 0.0:  # the step has no targets
             return Updated(float(torch.linalg.vector_norm(tally.norms)), None, scale, is_skipped=True)
         overflow = not tally.is_finite
-        if overflow and self._scaler.clamps:
-            most = FP16_MAX / self._scaler.scale
+        if overflow and self.scaler.clamps:
+            most = FP16_MAX / self.scaler.scale
             self._change_gradients(lambda gradient: gradient.nan_to_num_(math.nan, most, -most))
             tally = self._count(ballot)
         if tally.correction != 1.0:
@@ -206,21 +200,21 @@ class Updater:
         if not tally.is_finite or not torch.isfinite(total):
             self._skip_or_raise(step, tally)
             return Updated(float(total), None, scale, is_skipped=True)
-        if self._clip is not None and (share := self._clip / (total + 1e-6)) < 1.0:  # as torch's clip_grad_norm_
+        if self.run.clip is not None and (share := self.run.clip / (total + 1e-6)) < 1.0:  # as torch's clip_grad_norm_
             self._change_gradients(lambda gradient: gradient.mul_(share.to(gradient.device)))
         if change is not None:
             change()
         unreached = self._unreached()
         lr = self.apply(step)
         if overflow:
-            self._scaler.fall()
+            self.scaler.fall()
         else:
-            self._scaler.grow()
+            self.scaler.grow()
         return Updated(float(total), lr, scale, unreached=unreached)
 
     def _unreached(self) -> tuple[str, ...]:
         """Return, once, the parameters without a gradient that should have one."""
-        names, self._reached = self._reached, ()
+        names, self.reached = self.reached, ()
         return tuple(name for name, parameter in self._parameters.items() if name in names and parameter.grad is None)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -241,7 +235,7 @@ class Updater:
             read: Returns the saved tensor for (logical name, state key), or None.
         """
         if self._optimizer is not None:
-            load_state(self._optimizer, self._spec.kind, self._parameters, self._masters.storage, read)
+            load_state(self._optimizer, self.run.optim.kind, self._parameters, self.masters.storage, read)
         if self._average is not None:
             self._average.load(read)
 
@@ -260,29 +254,29 @@ class Updater:
         Raises:
             NonFiniteError: It can't fall, and the run does not skip such steps.
         """
-        if self._scaler.can_fall or self._nonfinite == "skip":
-            self._scaler.skipped += 1
-            self._scaler.fall()
+        if self.scaler.can_fall or self.run.nonfinite == "skip":
+            self.scaler.skipped += 1
+            self.scaler.fall()
             return
-        pairs = zip(self._names, tally.norms.tolist(), strict=True)
+        pairs = zip(self.names, tally.norms.tolist(), strict=True)
         bad = [name for name, norm in pairs if not norm < float("inf")]
         if tally.against:
-            nor = f", nor are the gradients of {len(bad)} of {len(self._names)} parameters ({bad[0]})" if bad else ""
+            nor = f", nor are the gradients of {len(bad)} of {len(self.names)} parameters ({bad[0]})" if bad else ""
             or_lower = ", or lower the learning rate" if bad else ""
             raise NonFiniteError(
                 f"step {step + 1}: the loss is not finite{nor}; no weight was changed: look at the batch{or_lower}"
             )
         fix = "lower the learning rate or clip"
-        if self._scaler.is_on:
-            fix = f"the scale of the loss, {self._scaler.scale:g}, is at its floor: lower loss_scale.floor, or {fix}"
+        if self.scaler.is_on:
+            fix = f"the scale of the loss, {self.scaler.scale:g}, is at its floor: lower loss_scale.floor, or {fix}"
         raise NonFiniteError(
             f"step {step + 1}: the gradient of {bad[0] if bad else 'the whole model'} is not finite "
-            f"({len(bad)} of {len(self._names)} parameters); no weight was changed: {fix}"
+            f"({len(bad)} of {len(self.names)} parameters); no weight was changed: {fix}"
         )
 
     def _change_gradients(self, change: Callable[[Tensor], object]) -> None:
         """Change all gradients in place."""
-        for _, _, gradient in self._masters.with_gradients(writes=True):
+        for _, _, gradient in self.masters.with_gradients(writes=True):
             change(gradient)
 
     def _count(self, ballot: Tensor | None) -> GradientTally:
@@ -295,8 +289,8 @@ class Updater:
             ballot: As in ``step``.
         """
         _, numbers = self._numbers(ballot)
-        if self._group is not None:
-            self._group.host.all_reduce(numbers).wait()
+        if self.group is not None:
+            self.group.host.all_reduce(numbers).wait()
         return GradientTally.of(numbers)
 
     def _numbers(self, ballot: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -305,23 +299,23 @@ class Updater:
         Each tensor has the norms in the order of the names, correction, votes against and overflows; 0 where there is
         none.
         """
-        numbers = torch.zeros(len(self._names) + 3)
+        numbers = torch.zeros(len(self.names) + 3)
         if ballot is not None:
             tokens, expected, against = ballot.tolist()
             numbers[-3], numbers[-2] = correction(tokens, expected), against
         own = {
             name: gradient_norm(gradient)
-            for name, _, gradient in self._masters.with_gradients()
+            for name, _, gradient in self.masters.with_gradients()
             if name in self._positions
         }
         if own:
-            norms, numbers[-1] = self._tensors.norms(list(own), torch.stack(list(own.values())).cpu())
+            norms, numbers[-1] = self.tensors.norms(list(own), torch.stack(list(own.values())).cpu())
             numbers[[self._positions[name] for name in own]] = norms
         reported = numbers.clone()
-        if self._reports.names is not None:
-            left_out = [at for name, at in self._positions.items() if name not in self._reports.names]
+        if self.reports.names is not None:
+            left_out = [at for name, at in self._positions.items() if name not in self.reports.names]
             reported[left_out] = 0.0
-        if not self._reports.ballot:
+        if not self.reports.ballot:
             reported[-3:-1] = 0.0
         return numbers, reported
 
@@ -331,44 +325,47 @@ class Updater:
         The ranks with the original weight add the copies' gradients to theirs, in the order of the ties, and send the
         sum back to each.
         """
-        if self._group is None or not self._ties:
+        if self.group is None or not self.ties:
             return
-        group, rank, ties = self._group, self._group.rank, self._used_ties(self._group)
+        ties = self._used_ties(self.group)
         for number, tie in ties:
-            tag = _TIE_TAG + 2 * number
-            if rank in tie.copies:
-                with self._gradient(tie.copy, group) as gradient:
-                    for index, owner in enumerate(tie.originals):
-                        if tie.copy_for(index) == rank:
-                            group.send(gradient, owner, tag, "send tied").wait()
-            elif rank in tie.originals:
-                with self._gradient(tie.original, group) as gradient:
-                    other = torch.empty_like(gradient)
-                    group.recv(other, tie.copy_for(tie.originals.index(rank)), tag, "recv tied").wait()
-                    gradient.add_(other)
+            self._pass_gradient(self.group, tie.reversed(), _TIE_TAG + 2 * number, adds=True)
         for number, tie in ties:
-            tag = _TIE_TAG + 2 * number + 1
-            if rank in tie.originals:
-                with self._gradient(tie.original, group) as gradient:
-                    for index, copy in enumerate(tie.copies):
-                        if tie.original_for(index) == rank:
-                            group.send(gradient, copy, tag, "send tied").wait()
-            elif rank in tie.copies:
-                with self._gradient(tie.copy, group) as gradient:
-                    group.recv(gradient, tie.original_for(tie.copies.index(rank)), tag, "recv tied").wait()
+            self._pass_gradient(self.group, tie, _TIE_TAG + 2 * number + 1, adds=False)
+
+    def _pass_gradient(self, group: Group, tie: Ends, tag: int, *, adds: bool) -> None:
+        """Send a gradient from the originals of a tie to its copies.
+
+        Args:
+            group: The group of the members.
+            tie: The tie.
+            tag: Tag of the messages.
+            adds: Whether the gradient is added to that of the copies, and does not replace it.
+        """
+        if group.rank in tie.originals:
+            with self._gradient(tie.original, group) as gradient:
+                for index, copy in enumerate(tie.copies):
+                    if tie.original_for(index) == group.rank:
+                        group.send(gradient, copy, tag, "send tied").wait()
+        elif group.rank in tie.copies:
+            with self._gradient(tie.copy, group) as gradient:
+                received = torch.empty_like(gradient) if adds else gradient
+                group.recv(received, tie.original_for(tie.copies.index(group.rank)), tag, "recv tied").wait()
+                if adds:
+                    gradient.add_(received)
 
     def _used_ties(self, group: Group) -> list[tuple[int, Ends]]:
         """Return the ties (with their indices) of the weights for which some rank has a gradient.
 
         All other ties are left out, so that a weight that no microbatch used keeps the gradient None on every rank.
         """
-        counts = torch.zeros(len(self._ties), dtype=torch.int64)
-        for number, tie in enumerate(self._ties):
+        counts = torch.zeros(len(self.ties), dtype=torch.int64)
+        for number, tie in enumerate(self.ties):
             ends = (tie.originals, tie.original), (tie.copies, tie.copy)
             counts[number] = sum(group.rank in at and self._parameters[name].grad is not None for at, name in ends)
         group.host.all_reduce(counts).wait()
-        used = {tie.original for tie, count in zip(self._ties, counts.tolist(), strict=True) if count}
-        return [(number, tie) for number, tie in enumerate(self._ties) if tie.original in used]
+        used = {tie.original for tie, count in zip(self.ties, counts.tolist(), strict=True) if count}
+        return [(number, tie) for number, tie in enumerate(self.ties) if tie.original in used]
 
     @contextmanager
     def _gradient(self, name: str, group: Group) -> Iterator[Tensor]:
@@ -379,7 +376,7 @@ class Updater:
         parameter = self._parameters[name]
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        with torch.no_grad(), self._masters.storage.accessible([parameter.grad], writes=True):
+        with torch.no_grad(), self.masters.storage.accessible([parameter.grad], writes=True):
             gradient = parameter.grad.to(group.device)
             yield gradient
             if gradient is not parameter.grad:

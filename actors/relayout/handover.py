@@ -12,6 +12,7 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.shards import AtHand
 from raypar.actors.collective.group import Group
+from raypar.actors.portions import portions
 from raypar.actors.relayout.moves import Box, Boxes, HeldTensors, Kind, TensorMove
 from raypar.actors.sharding import Shape, Shard, Sharding
 from raypar.actors.tensors import nbytes
@@ -58,15 +59,7 @@ def exchange_tensors(
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield views that make up all tensors, in groups for one message each."""
-    chunk, size = list[Tensor](), 0
-    for view in (view for tensor in _aligned(tensors) for view in _views(tensor)):
-        if size + nbytes(view) > CHUNK and chunk:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(view)
-        size += nbytes(view)
-    if chunk:
-        yield chunk
+    return portions((view for tensor in _aligned(tensors) for view in _views(tensor)), nbytes, CHUNK)
 
 
 def _aligned(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -42,7 +42,7 @@ from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.relayout.handover import Handover
 from raypar.actors.relayout.moves import Boxes, HeldTensors, Kind, TensorMove, TransferGroup
-from raypar.actors.relayout.share_index import ShareContents, ShareIndex
+from raypar.actors.relayout.share_index import ShareIndex
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Located, Progress, StepResult
 from raypar.actors.specs.types import ProgramName
@@ -164,11 +164,8 @@ class RayparActor:
             RuntimeError: The plan's device does not exist.
         """
         keep_freed_memory(SMALL_BLOCKS)
-        ledger, device, faults = (
-            Ledger(),
-            device_of(plan.device),
-            FaultInjector(plan.faults, partial(count_fault, plan.job)),
-        )
+        ledger, device = Ledger(), device_of(plan.device)
+        faults = FaultInjector(plan.faults, partial(count_fault, plan.job))
         device.enter()
         self._last_action.forget()
         faults.reach("start", plan.generation - 1)
@@ -322,17 +319,9 @@ class RayparActor:
         self._keeper = self._keeper or SnapshotKeeper(plan, taken)
         self._keeper.join(plan, taken)
 
-    def snapshot_addresses(self) -> list[Address]:
-        """Return the addresses of this actor's snapshots, and of those of others that it keeps."""
-        return keeper_of(self._keeper).addresses()
-
-    def hold_snapshots(self, addresses: Sequence[Address]) -> None:
-        """Keep the snapshots of the other actors of this node, which are at these addresses."""
-        keeper_of(self._keeper).hold(addresses)
-
-    def snapshot_steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
-        """Return, by owner, the steps of which this actor has a snapshot. It may be called during a step."""
-        return {} if self._keeper is None else self._keeper.steps()
+    def snapshots(self, method: str, *args: object) -> Any:
+        """Call the method of this actor's ``SnapshotKeeper`` that has this name, and return its result."""
+        return getattr(keeper_of(self._keeper), method)(*args)
 
     def begin_snapshots(self, step: int) -> None:
         """Make sure that there is a snapshot of the step after which the run goes on; see ``SnapshotKeeper.begin``."""
@@ -340,30 +329,14 @@ class RayparActor:
         with member.probe.idle():
             keeper_of(self._keeper).begin(step, member.state)
 
-    def drop_old_snapshots(self) -> None:
-        """Drop the snapshots of replaced actors, and those that came from other nodes."""
-        keeper_of(self._keeper).drop_old()
-
     def expect_copies(self, expected: Mapping[str, SnapshotOwner], files: int) -> tuple[str, int, list[Address]]:
         """Prepare to receive copies from other nodes; see ``SnapshotKeeper.expect_copies``."""
         return keeper_of(self._keeper).expect_copies(ray_groups.node_address(), expected, files)
-
-    def begin_copies(self, to: Recipient | None, step: int, addresses: Sequence[Address], patience: float) -> None:
-        """Begin to send copies to another node; see ``SnapshotKeeper.begin_copies``."""
-        keeper_of(self._keeper).begin_copies(to, step, addresses, patience)
 
     def send_snapshots(self, step: int, to: Sequence[tuple[SnapshotOwner, Recipient]]) -> None:
         """Send snapshots of a step to other nodes, which load them; see ``SnapshotKeeper.send``."""
         with nullcontext() if self._member is None else self._member.probe.idle():
             keeper_of(self._keeper).send(step, to)
-
-    def write_snapshots(self, step: int, shares: Sequence[SnapshotOwner], folder: str) -> list[Written]:
-        """Write snapshots of a step as shards of a checkpoint, also during a step; see ``SnapshotKeeper.write``."""
-        return keeper_of(self._keeper).write(step, shares, Path(folder))
-
-    def snapshot_contents(self, step: int, shares: Sequence[SnapshotOwner]) -> dict[SnapshotOwner, ShareContents]:
-        """Return the parts of tensors in this actor's snapshots of a step."""
-        return keeper_of(self._keeper).contents(step, shares)
 
     def needed_shares(self, index: ShareIndex) -> list[SnapshotOwner]:
         """Return the owners of the snapshots that have parts of this actor's state."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.autograd import joined_parts
-from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group, Handle
 from raypar.actors.data_parallel.stage_weights import WeightWindows
 from raypar.actors.layers.attention.kv_cache import KVCache, going_on, incremental
@@ -133,12 +132,7 @@ class Generator:
         """Begin a step of the generation, which saves nothing for a backward."""
         number = 0 if self._under_way is None else self._under_way.steps
         step = self._probe.step = StepState("evaluate", number, len(prompts.groups))
-        for stage in self._part.stages.values():
-            stage.begin(train=False)
-        if self._part.overflow is not None:
-            self._part.overflow.begin(number, train=False)
-        if self._part.gathered is not None:
-            self._part.gathered.begin()
+        self._part.begin(number, train=False)
         self._context.device.begin()
         return step
 
@@ -181,11 +175,11 @@ class ActorGeneration:
         self._sent: list[Handle] = []  # of those of the step before
         self._drawn: Drawn = []
         self.scores: Scores = []
-        self._methods: dict[Op, Callable[[Action], None]] = {
+        self._methods: dict[Op, Callable[[Action], object]] = {
             Op.F: self._forward,
             Op.SEND_F: lambda action: self._courier.send(action, self._take(action)),
             Op.RECV_F: lambda action: self._values.update({action: self._courier.receive(action)}),
-            Op.UNSHARD: self._unshard,
+            Op.UNSHARD: lambda action: self._windows.open(stage_of(action)),
             Op.RESHARD: lambda action: self._windows.close(stage_of(action)),
         }
 
@@ -229,28 +223,20 @@ class ActorGeneration:
 
     def end(self) -> None:
         """Receive the tokens that are still under way. Raises ActionError."""
-        try:
+        with self._context.reports("end of generation"):
             if self.steps and self._context.row == self._first != self._last:
                 for group in range(len(self.prompts.groups)):
                     self._tokens(group)
-        except GroupError as error:
-            raise self._context.failed("end of generation", None, error) from None
         self._sent = self._sending
         self._settle("end of generation")
 
     def _settle(self, what: str) -> None:
         """Wait until all messages are received, except this step's tokens. Raises ActionError."""
-        try:
+        with self._context.reports(what):
             self._courier.drain()
             for handle in self._sent:
                 handle.wait()
             self._context.synchronize()
-        except GroupError as error:
-            raise self._context.failed(what, None, error) from None
-
-    def _unshard(self, action: Action) -> None:
-        """Start to gather the weights of a stage, if they are sharded or stored off the device."""
-        self._windows.open(stage_of(action))
 
     def _forward(self, action: Action) -> None:
         """Compute a stage for a group of sequences; the last one chooses their tokens."""

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
@@ -62,7 +61,7 @@ class Server:
         part = build_part(plan, device, {}, index)
         own, scaler = part.share(index), LossScaler(None)
         self.state = WorkerState(context, part, own, updater_of(context, part, scaler), {}, scaler)
-        self.probe = Probe(context, self.state, part.model.names, part.outputs)
+        self.probe = Probe(context, self.state)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
         self.faults, self.last_action = FaultInjector(), LastAction()
@@ -142,10 +141,8 @@ class Server:
         """End a step and return its result. Raises ActionError if a communication failed."""
         step, device = self._step, self.context.device
         device.enter()
-        try:
+        with self.context.reports("end of step"):
             self.context.synchronize()
-        except GroupError as error:
-            raise self.context.failed("end of step", None, error) from None
         device.finish()
         step.now = None
         if step.is_train:

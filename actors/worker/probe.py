@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.inspect.activations import OutputWatch, Sight, Spot
 from raypar.actors.inspect.recording import Tape
-from raypar.actors.inspect.step import ActorContents, ComputedValue
+from raypar.actors.inspect.step import ActorContents, ComputedValue, Look
 from raypar.actors.machine.high_water import HighWater
-from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT
 from raypar.actors.tensors import nbytes
@@ -31,10 +30,7 @@ class Probe:
     Attributes:
         context: The actor's rank, device and groups.
         state: The actor's state.
-        names: Logical names of all layers of the model.
-        outputs: By logical name, this actor's part of the outputs of layers, and of some modules inside them.
         reducer: Sums gradients over replicas; None if there are none to sum.
-        gathered: The bytes of sharded weights that are gathered; None if none are sharded.
         older: The bytes of older versions of weights; None in a synchronous schedule.
         step: The latest step that was begun.
         cache_bytes: Bytes of the keys and values of a generation under way.
@@ -44,10 +40,7 @@ class Probe:
 
     context: RankContext
     state: WorkerState
-    names: Sequence[str]
-    outputs: Mapping[str, Sharding]
     reducer: Reducer | None = None
-    gathered: HighWater | None = None
     older: HighWater | None = None
     step: StepState = field(default_factory=StepState)
     cache_bytes: int = 0
@@ -154,9 +147,9 @@ class Probe:
         if not values and not any(event.action == action for event in self.step.events):
             raise KeyError(str(action))
         in_flight = sum(len(stage.in_flight) for stage in self.state.stages.values())
-        return ComputedValue.of(
-            self.context.label, action, values, in_flight, self.context.device.peak(), tensors=tensors
-        )
+        kept = tuple(value.detach().cpu() for value in values) if tensors else ()
+        looks = tuple(map(Look.at, values))
+        return ComputedValue(self.context.label, action, looks, in_flight, self.context.device.peak(), kept)
 
     def memory(self) -> dict[Kind, int]:
         """Return the bytes that this actor holds now, by kind; kinds that the run cannot have are left out."""
@@ -201,8 +194,8 @@ class Probe:
 
     def _temporary(self) -> Iterator[tuple[Kind, HighWater]]:
         """Yield the counters of this actor's temporary memory, by kind."""
-        if self.gathered is not None:
-            yield "gathered", self.gathered
+        if self.state.part.gathered is not None:
+            yield "gathered", self.state.part.gathered
         if self.reducer is not None and self.reducer.bucket_bytes is not None:
             yield "buckets", self.reducer.bucket_bytes
         if self.older is not None:
@@ -254,11 +247,11 @@ class Probe:
         Returns:
             Logical names of the watched layers, and of the watched modules inside them.
         """
-        names = list[str]()
+        names, part = list[str](), self.state.part
         for stage in self.state.stages.values():
-            layers = [self.names[index] for index in stage.layers]
+            layers = [part.model.names[index] for index in stage.layers]
             whole = stage.is_last and self.context.world.mesh.cp == 1  # with cp, the loss covers only some tokens
-            watch = OutputWatch(dict(zip(layers, stage.modules, strict=True)), self.outputs, keeps_loss=whole)
+            watch = OutputWatch(dict(zip(layers, stage.modules, strict=True)), part.outputs, keeps_loss=whole)
             stage.listener = watch
             names += watch.names
         return tuple(names)

@@ -27,10 +27,8 @@ class Routers:
         self._context, self._record = context, part.record
         self._modules: dict[str, Routed] = {}
         self._stages: dict[str, int] = {}
-        for number, stage in part.stages.items():
-            for module in (module for layer in stage.modules for module in layer.modules()):
-                if isinstance(module, Routed):
-                    self._modules[module.name], self._stages[module.name] = module, number
+        for number, router in part.routers():
+            self._modules[router.name], self._stages[router.name] = router, number
         self._balanced = [one for one in self._modules.values() if isinstance(one, Balanced) and one.is_balanced]
 
     def begin(self, weight: float) -> None:

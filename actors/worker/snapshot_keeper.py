@@ -52,23 +52,18 @@ class OutgoingCopies:
     """
 
     def __init__(self, to: Recipient, slots: Slots, patience: float) -> None:
-        self._sender, self._slots, self._patience = BuddyCopySender(to), slots, patience
+        self.sender, self._slots, self._patience = BuddyCopySender(to), slots, patience
         self._begun, self._sent = deque[_Begun](), 0
         self._steps = 0
-
-    @property
-    def lost(self) -> str:
-        """Why no more copies are sent; "" as long as some are."""
-        return self._sender.lost
 
     def after_step(self) -> float:
         """Count a step, wait for a copy that is due, and unpin old snapshots; return the seconds waited."""
         self._steps += 1
         is_due = any(one.due == self._steps for one in self._begun)
-        waited = self._sender.wait(self._patience) if is_due else 0.0
+        waited = self.sender.wait(self._patience) if is_due else 0.0
         while len(self._begun) > 1 and self._begun[1].due < self._steps:
             if self._begun.popleft().step == self._sent:
-                self._sender.give_up()  # its snapshot is about to be overwritten
+                self.sender.give_up()  # its snapshot is about to be overwritten
         self._pin()
         return waited
 
@@ -79,14 +74,10 @@ class OutgoingCopies:
             step: Number of steps taken.
             within: Number of steps in which the copy should be complete.
         """
-        if self._sender.begin(self._slots.file(step)):
+        if self.sender.begin(self._slots.file(step)):
             self._sent = step
         self._begun.append(_Begun(step, self._steps + within))
         self._pin()
-
-    def close(self) -> None:
-        """Send no more copies."""
-        self._sender.close()
 
     def _pin(self) -> None:
         self._slots.pinned = frozenset(one.step for one in self._begun)
@@ -135,7 +126,7 @@ class SnapshotKeeper:
             state.keep(self._slots, step, lambda: self._taken(step - 1))
             if copy_within and self._outgoing is not None:
                 self._outgoing.begin(step, copy_within)
-        return Copied(waited, "" if self._outgoing is None else self._outgoing.lost)
+        return Copied(waited, "" if self._outgoing is None else self._outgoing.sender.lost)
 
     def begin(self, step: int, state: WorkerState) -> None:
         """Take a snapshot of the step after which the run goes on, if there is none, and forget those of later steps.
@@ -152,7 +143,10 @@ class SnapshotKeeper:
             state.keep(self._slots, step, lambda: None)
 
     def drop_old(self) -> None:
-        """Drop all snapshots that no actor writes to any more, once all actors have begun new ones."""
+        """Drop all snapshots that no actor writes to any more, once all actors have begun new ones.
+
+        Those are the snapshots of replaced actors, and those that came from other nodes.
+        """
         self.stop_copies()
         self._held.drop_old()
 
@@ -208,12 +202,12 @@ class SnapshotKeeper:
     def interrupt_copies(self) -> None:
         """Stop sending, so that no step waits for a copy. It may be called from another thread."""
         if (outgoing := self._outgoing) is not None:
-            outgoing.close()
+            outgoing.sender.close()
 
     def stop_copies(self) -> None:
         """Stop sending and receiving copies. Complete ones stay."""
         if self._outgoing is not None:
-            self._outgoing.close()
+            self._outgoing.sender.close()
             self._slots.pinned, self._outgoing = frozenset(), None
         if self._receiver is not None:
             self._receiver.close()
@@ -222,7 +216,7 @@ class SnapshotKeeper:
     # --- going back ---
 
     def steps(self) -> dict[SnapshotOwner, tuple[int, ...]]:
-        """Return, by owner, the steps of which this actor has a snapshot."""
+        """Return, by owner, the steps of which this actor has a snapshot. It may be called during a step."""
         return self._files().steps()
 
     def contents(self, step: int, shares: Sequence[SnapshotOwner]) -> dict[SnapshotOwner, ShareContents]:
@@ -245,9 +239,12 @@ class SnapshotKeeper:
         for share, recipient in to:
             send_copy_once(files.file(share, step), recipient)
 
-    def write(self, step: int, shares: Sequence[SnapshotOwner], folder: Path) -> list[Written]:
-        """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``."""
-        return write_snapshots(self._files(), step, shares, folder)
+    def write(self, step: int, shares: Sequence[SnapshotOwner], folder: str) -> list[Written]:
+        """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``.
+
+        It may be called during a step.
+        """
+        return write_snapshots(self._files(), step, shares, Path(folder))
 
     def restore(
         self, step: int, shares: Sequence[SnapshotOwner], arrived: Sequence[Address], state: WorkerState
@@ -275,16 +272,10 @@ class SnapshotKeeper:
 
     def leave(self, comes_back: bool) -> None:
         """Stop sending and receiving copies, and drop all snapshots unless this actor rejoins the run."""
-        if comes_back:
-            self.stop_copies()
-        else:
-            self.close()
-
-    def close(self) -> None:
-        """Drop all snapshots."""
         self.stop_copies()
-        self._held.close()
-        self._slots.close()
+        if not comes_back:
+            self._held.close()
+            self._slots.close()
 
     def _written(self, share: SnapshotOwner, files: tuple[int, ...]) -> Address:
         return Address(share, own_identity(), files, is_written=True)

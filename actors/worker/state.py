@@ -15,7 +15,6 @@ from raypar.actors.checkpoint.assembler import ShardFolder, ShardSource
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.memory_snapshot import Slots
 from raypar.actors.checkpoint.snapshot import AVERAGE, SCALER, Copies, Read, Written, buffer_name, logical_name, reader
-from raypar.actors.collective.errors import GroupError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
@@ -175,11 +174,9 @@ class WorkerState:
             ActionError: A communication failed.
         """
         self.context.device.enter()
-        try:
+        with self.context.reports("averages of weights"):
             self.update.use_averages(use=use)
             self.context.synchronize()
-        except GroupError as error:
-            raise self.context.failed("averages of weights", None, error) from None
 
     def masters_apart(self) -> list[nn.Parameter]:
         """Return the masters that are not among the weights that this actor holds for its layers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +14,6 @@ from raypar.actors.errors import NonFiniteError
 from raypar.actors.machine.high_water import HighWater
 from raypar.actors.optim.delay_feedback import DelayFeedback
 from raypar.actors.optim.votes import ballot_of
-from raypar.actors.pipeline.stage import Stage
 from raypar.actors.pipeline.weight_versions import WeightVersions
 from raypar.actors.worker.build.flow import StageExchange, numbers_of, stage_of
 from raypar.actors.worker.build.rank_context import RankContext
@@ -31,7 +30,6 @@ class Stream:
     Attributes:
         context: The actor's rank, device and groups.
         state: Its weights and optimizer state.
-        stages: Its stages by number.
         flow: The inputs and outputs of the stages.
         reducer: Sums gradients over replicas; None if there are none.
         row: The row of the steps under way, at first that of the training schedule.
@@ -40,7 +38,6 @@ class Stream:
 
     context: RankContext
     state: WorkerState
-    stages: Mapping[int, Stage]
     flow: StageExchange
     reducer: Reducer | None
     row: Sequence[Action]
@@ -50,7 +47,8 @@ class Stream:
 
     def __post_init__(self) -> None:
         self._is_validated = any(action.op is Op.VALIDATE for action in self.row)
-        self._versions = {number: WeightVersions(one.modules, self.row, number) for number, one in self.stages.items()}
+        stages = self.state.stages.items()
+        self._versions = {number: WeightVersions(one.modules, self.row, number) for number, one in stages}
         self._feedback = DelayFeedback(self.state.masters) if self.context.plan.run.delay_feedback else None
 
     def begin(self, row: Sequence[Action]) -> None:

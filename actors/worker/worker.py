@@ -12,7 +12,6 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.machine.device import ComputeDevice
@@ -73,17 +72,14 @@ class Worker:
         self.state = WorkerState(context, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         train = plan.programs["train"]
         reducer, row = self.parts.reducer, train.rows[context.row]
-        self._stream = Stream(context, self.state, part.stages, self._flow, reducer, row) if train.stream else None
+        self._stream = Stream(context, self.state, self._flow, reducer, row) if train.stream else None
         older = self._stream.older if self._stream is not None else None
-        self.probe = Probe(context, self.state, part.model.names, part.outputs, reducer, part.gathered, older)
+        self.probe = Probe(context, self.state, reducer, older)
         self._device, self._stages, self._step = device, part.stages, self.probe.step
         self._routers = Routers(context, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
-        self.generator, self.faults, self.last_action = (
-            Generator(context, part, self.probe),
-            FaultInjector(),
-            LastAction(),
-        )
+        self.generator = Generator(context, part, self.probe)
+        self.faults, self.last_action = FaultInjector(), LastAction()
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -163,13 +159,8 @@ class Worker:
         self.program.courier.begin()
         self._flow.begin(self._step, self.program)
         self._routers.begin(self._flow.auxiliary(0))
-        for stage in self._stages.values():
-            stage.begin(train=train)
-        if self.parts.part.overflow is not None:
-            self.parts.part.overflow.begin(step, train=train)
         self.program.windows.begin()
-        if self.parts.part.gathered is not None:
-            self.parts.part.gathered.begin()
+        self.parts.part.begin(step, train=train)
         self._device.begin()
 
     def open(self, step: int) -> None:
@@ -225,14 +216,12 @@ class Worker:
         """
         step = self._step
         self._device.enter()
-        try:
+        with self.context.reports("end of step"):
             self.program.courier.drain()
             self.context.synchronize()
             if step.is_train and self._stream is not None:
                 flushed = range(step.number, step.number + self.program.schedule.stream)
                 compare_if_due(self.context, self.parts.part, flushed, f"after step {flushed[-1] + 1}")
-        except (GroupError, UnequalReplicasError) as error:
-            raise self.context.failed("end of step", None, error) from None
         step.read_losses()
         self._device.finish()
         step.now = None

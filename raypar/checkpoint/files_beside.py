@@ -13,6 +13,7 @@ from raypar.actors.machine.files import open_named, write_whole
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.run import Run
+from raypar.checkpoint.find import VerifiedCheckpoint
 
 _GENERATION, _TOKENIZER, _SETTINGS = "generation_config.json", "tokenizer.json", "tokenizer_config.json"
 
@@ -26,7 +27,7 @@ _OF_WEIGHTS = (  # files of a folder that the weights came from, which stay as t
 _OF_TOKENIZER = (_SETTINGS, "special_tokens_map.json", _TEMPLATE)  # settings of a tokenizer, beside tokenizer.json
 
 
-def write_files_beside(run: Run, origin: Path | None, folder: Path) -> None:
+def write_files_beside(run: Run, origin: str | None, folder: Path) -> None:
     """Copy the files that a tokenizer and a generation need, from the folder of the first weights or of the tokenizer.
 
     For a model that began with random weights, generation_config.json gets the token that ends a text, if there is one.
@@ -36,9 +37,9 @@ def write_files_beside(run: Run, origin: Path | None, folder: Path) -> None:
         origin: The folder of the weights that training began with; None if they were random numbers.
         folder: The folder to write.
     """
-    templates = origin  # the folder of named templates
-    if origin is not None:
-        _copy_named(_OF_WEIGHTS, origin, folder)
+    templates = None if origin is None else Path(origin)  # the folder of named templates
+    if templates is not None:
+        _copy_named(_OF_WEIGHTS, templates, folder)
     tokenizer = getattr(run.data, "tokenizer", None)
     if tokenizer is not None and not (folder / _TOKENIZER).exists():
         path = Path(tokenizer)
@@ -93,32 +94,34 @@ def object_in(path: Path) -> dict[str, Any]:
         return {}
 
 
+def is_function(plain: Mapping[str, Any], part: str) -> bool:
+    """Return whether the model or the data of a run, as plain data, is a function of the user."""
+    return isinstance(plain.get(part), Mapping) and "fn" in plain[part]
+
+
+def origin_of(plain: Mapping[str, Any]) -> str | None:
+    """Return the folder whose weights a run, as plain data, began with; None if they were random."""
+    origin: str | None = plain["model"].get("hf")
+    return None if origin == "none" else origin
+
+
 def model_card(
-    run: Run,
-    model: GPT | Llama | None,
-    kind: str,
-    step: int,
-    dtype: str,
-    loss: float | None,
-    origin: str | None,
-    *,
-    from_function: bool,
+    found: VerifiedCheckpoint, run: Run, model: GPT | Llama | None, kind: str, dtype: str, loss: float | None
 ) -> str:
     """Return the model card, the README.md of a folder of Hugging Face.
 
     Args:
-        run: The run that trained the model.
+        found: The checkpoint.
+        run: The run that trained the model. Its data are not looked at if those were batches of a function.
         model: The model; None for one of the modules of transformers.
         kind: Its type at Hugging Face.
-        step: Number of steps taken.
         dtype: Dtype of the weights.
         loss: The last loss of the run in nats per token; None if it is not known.
-        origin: The folder whose weights the run began with; None if they were random.
-        from_function: Whether the data were batches of a function; then those of ``run`` are not looked at.
     """
+    step, origin = found.manifest.step, origin_of(found.manifest.run)
     if not step:
         data = "none, as no step was taken"
-    elif from_function or isinstance(run.data, Batches):
+    elif is_function(found.manifest.run, "data") or isinstance(run.data, Batches):
         data = "batches of a function"
     else:
         data = run.data.path if isinstance(run.data.path, str) else ", ".join(run.data.path)

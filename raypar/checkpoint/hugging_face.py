@@ -17,13 +17,14 @@ from raypar.actors.hugging_face.conversions import POSITIONS, WeightPart, conver
 from raypar.actors.hugging_face.folder import CONFIG, INDEX, SINGLE
 from raypar.actors.machine.files import AT_ONCE, checkpoint_errors, whole_folder, write_whole
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.portions import portions
 from raypar.actors.safetensors_header import beginning_of
 from raypar.actors.specs.lora import LORA
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Format
 from raypar.checkpoint.base import base_faults
-from raypar.checkpoint.files_beside import model_card, object_in, write_files_beside
+from raypar.checkpoint.files_beside import is_function, model_card, object_in, origin_of, write_files_beside
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.config.hugging_face.config_writer import config_of, type_of
 from raypar.config.toml import run_of
@@ -119,8 +120,7 @@ def export(
     plain: Mapping[str, Any] = found.manifest.run
     run, model, kind = demand_exportable(plain, path)
     ConfigError.raise_if(f"export: {fault}" for fault in base_faults(run, found))
-    chosen, origin = dtype or run.precision.compute, plain["model"].get("hf")
-    origin = None if origin == "none" else origin
+    chosen = dtype or run.precision.compute
     if model is None:
         config = (their_config(plain) or {}) | {"dtype": _NAMES[chosen]}
     else:
@@ -130,12 +130,10 @@ def export(
         if isinstance(model, GPT) and config["n_positions"] > model.seq:
             tensors = _with_later_positions(tensors, model, config["n_positions"])
         _write_weights(found, tensors, aside, DTYPES[_NAMES[chosen]], shard)
-        texts = {CONFIG: _json(config)}
-        about = run, model, kind, found.manifest.step, chosen, loss, origin
-        texts["README.md"] = model_card(*about, from_function=_is_function(plain, "data")).encode()
-        for name, text in texts.items():
-            write_whole(aside / name, [memoryview(text)])
-        write_files_beside(run, None if origin is None else Path(origin), aside)
+        write_whole(aside / CONFIG, [memoryview(_json(config))])
+        card = model_card(found, run, model, kind, chosen, loss)
+        write_whole(aside / "README.md", [memoryview(card.encode())])
+        write_files_beside(run, origin_of(plain), aside)
     return path
 
 
@@ -160,7 +158,7 @@ def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | 
         faults.append(f"{str(path)!r} is there already: give another folder, or remove it first")
     if not path.parent.is_dir():
         faults.append(f"{str(path.parent)!r} is no folder: create it, or give another path")
-    own = {part for part in ("model", "data") if _is_function(plain, part)}
+    own = {part for part in ("model", "data") if is_function(plain, part)}
     config = their_config(plain) if "model" in own else None
     if "model" in own and config is None:
         faults.append("the model is your own Layers, and only a GPT or a Llama is one of Hugging Face's")
@@ -175,11 +173,6 @@ def demand_exportable(plain: Mapping[str, Any], path: Path) -> tuple[Run, GPT | 
     if kind is None or faults:
         raise ConfigError([f"export: {fault}" for fault in (*faults, *unfit)])
     return run, run.model, kind
-
-
-def _is_function(plain: Mapping[str, Any], part: str) -> bool:
-    """Return whether the model or the data of a run, as plain data, is a function of the user."""
-    return isinstance(plain.get(part), Mapping) and "fn" in plain[part]
 
 
 def _begun(model: GPT | Llama) -> dict[str, Any]:
@@ -248,7 +241,7 @@ def _write_weights(found: VerifiedCheckpoint, tensors: Sequence[_Theirs], folder
 
     item = 4 if dtype == "F32" else 2
     sizes = {one.name: math.prod(one.shape) * item for one in tensors}
-    files = [*_filled(tensors, sizes, shard)]
+    files = [*portions(tensors, lambda one: sizes[one.name], shard)]
     source, file_of = Assembler(ShardFolder(found.path)), dict[str, str]()
     for number, inside in enumerate(files, 1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
@@ -258,19 +251,6 @@ def _write_weights(found: VerifiedCheckpoint, tensors: Sequence[_Theirs], folder
         total = {"total_size": sum(sizes.values())}
         text = _json({"metadata": total, "weight_map": dict(sorted(file_of.items()))})
         write_whole(folder / INDEX, [memoryview(text)])
-
-
-def _filled(tensors: Sequence[_Theirs], sizes: Mapping[str, int], shard: int) -> Iterator[list[_Theirs]]:
-    """Yield the tensors of each file, as many in a row as it holds, and one at least."""
-    inside, size = list[_Theirs](), 0
-    for one in tensors:
-        if inside and size + sizes[one.name] > shard:
-            yield inside
-            inside, size = [], 0
-        inside.append(one)
-        size += sizes[one.name]
-    if inside:
-        yield inside
 
 
 def _bytes_of(

@@ -6,10 +6,9 @@ import fcntl
 import logging
 import os
 import shutil
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors, swap_paths, sync_folder, write_whole
@@ -20,7 +19,7 @@ from raypar.paths import aside_of, checkpoints, is_aside, step_folder_name
 log = logging.getLogger(__name__)
 
 
-class Save:
+class Save(AbstractContextManager["Save"]):
     """A save under way. As a context manager, it aborts unless it was committed.
 
     Existing checkpoints are untouched until ``commit``. A process that dies during a save leaves a hidden folder, which
@@ -106,9 +105,6 @@ class Save:
                 shutil.rmtree(aside)
             except OSError as error:
                 log.warning("%s can't be removed (%s)", path, error.strerror)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.abort()

@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-from raypar.actors.machine.device import ComputeDevice, Cuda, Host
+from raypar.actors.machine.device import ComputeDevice, Cuda
 from tests.bench.contestants import CONTESTANTS, Contestant
 from tests.bench.trainer import LocalTrainer, Trainer, serve
 from tests.bench.workload import SIZES, Size, run_of
@@ -67,7 +67,7 @@ def build(contestant: Contestant, size: Size, rank: int) -> Trainer:
 
 def _place(size: Size, rank: int) -> ComputeDevice:
     """A GPU for each process of a heat of GPUs."""
-    return Cuda(rank) if size.gpus else Host()
+    return Cuda(rank) if size.gpus else ComputeDevice()
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from raypar.actors.collective import connect
 from raypar.actors.collective.gpu import nccl
 from raypar.actors.collective.gpu.group import ring
 from raypar.actors.collective.group import GroupMember
-from raypar.actors.machine.device import Host
+from raypar.actors.machine.device import ComputeDevice
 from raypar.parity.verify import train_plainly
 from raypar.planner.formulas.flops import training_flops
 from tests.bench.peers.whole import whole_model
@@ -170,7 +170,7 @@ def test_the_peer_trains_in_half_precision(run, workload, dtype):
 
 
 def test_the_loop_for_one_model_learns_and_a_cpu_runs_no_kernels(run):
-    trainer = nanochat_like(run("gpt-124m", "bf16"), Host(), None)
+    trainer = nanochat_like(run("gpt-124m", "bf16"), ComputeDevice(), None)
     losses = trainer.train(0, 12)
     assert losses[0] == pytest.approx(5.55, abs=0.1)  # the logarithm of 256
     assert losses[-1] < losses[0] - 0.01

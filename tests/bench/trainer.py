@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Protocol, TextIO
 
-from raypar.actors.machine.device import ComputeDevice, Host
+from raypar.actors.machine.device import ComputeDevice
 
 Step = Callable[[int], float | None]  # takes a step by its number; its mean loss, None where it is not known
 
@@ -34,7 +34,7 @@ class LocalTrainer:
     def __init__(
         self, step: Step, close: Callable[[], None] = lambda: None, place: ComputeDevice | None = None
     ) -> None:
-        self._step, self._place, self._peak = step, place or Host(), 0
+        self._step, self._place, self._peak = step, place or ComputeDevice(), 0
         self.close = close
 
     def train(self, first: int, steps: int) -> list[float]:

@@ -23,7 +23,7 @@ class CountedCluster(StandInCluster):
     """A cluster of stand-ins in this process.
 
     Attributes:
-        calls: How often each method was called.
+        calls: How often each method was called, of those of a keeper of snapshots too.
         nbytes: Bytes of the arguments and answers of each method; what is put for all is counted once, as "put".
     """
 
@@ -83,7 +83,7 @@ class _Call:
         return self
 
     def remote(self, key: Key, method: str, *args: Any) -> Ref:
-        self._cluster.calls[method] += 1
+        self._cluster.calls[args[0] if method == "snapshots" else method] += 1
         self._cluster.count(method, [arg for arg in args if not isinstance(arg, Ref)])
         if key not in self._there:
             self._there[key] = StandIn(key, Pace(), die=_die)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from raypar.actors.machine.device import Host
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import unsharded
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import NO_SKIPS
@@ -34,7 +34,7 @@ def block_of(spec, samples, recompute=("none",), styles=None):
     model = build_model(spec, 0)
     parallelize = Parallelizer(model, [styles]).parallelize if styles else unsharded
     modules, ends = model.materialize([1], 0, parallelize), StageEnds(NO_SKIPS, takes_data=False)
-    stage = Stage(model, [1], modules, Host(), ends, is_last=False, recompute=recompute, seed=0)
+    stage = Stage(model, [1], modules, ComputeDevice(), ends, is_last=False, recompute=recompute, seed=0)
     stage.begin(train=True)
     shape = samples, spec.seq, spec.hidden
     x, gradient = (torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(2))

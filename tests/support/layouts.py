@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import raypar as rp
 from raypar.actors.expert_parallel.router import TokenNoise
 from raypar.actors.layers.attention import attention
-from raypar.actors.machine.device import Host
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.types import Context
 from raypar.config.run import check_run
@@ -229,7 +229,7 @@ def own_dice():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.functional, "dropout", dropout)
         patch.setattr(torch, "manual_seed", seed)
-        patch.setattr(Host, "seed", lambda self, number: seed(number))
+        patch.setattr(ComputeDevice, "seed", lambda self, number: seed(number))
         patch.setattr(attention, "drawn_again", drawn_again)
         patch.setattr(attention.Core, "__init__", init)
         patch.setattr(TokenNoise, "normal", normal)

@@ -35,6 +35,14 @@ from raypar.cluster.deaths.process_monitor import ProcessReport
 from tests.support.stand_in_parts import boxes_of, contents_of, nbytes_of, parts_of, saved_parts
 
 BESIDE = ("progress", "located", "now", "abort", "write")  # what is answered during a step
+_OF_KEEPER = {  # by the method of a SnapshotKeeper, the one that stands for it
+    "addresses": "snapshot_addresses",
+    "hold": "hold_snapshots",
+    "steps": "snapshot_steps",
+    "drop_old": "drop_old_snapshots",
+    "begin_copies": "begin_copies",
+    "contents": "snapshot_contents",
+}
 
 
 class Pace(NamedTuple):
@@ -196,6 +204,9 @@ class StandIn:
 
     def rewind_to(self, folder: str, tensors: Any, step: int, bad: int) -> None:
         pass
+
+    def snapshots(self, method: str, *args: Any) -> Any:
+        return getattr(self, _OF_KEEPER[method])(*args)
 
     def snapshot_addresses(self) -> list[Address]:
         own = self._address(self.share, self.steps, is_written=True)

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.data.batches import BatchSource, CastSource, ContextSource, SlicedSource, TokenMean, batch_source
+from raypar.actors.data.batches import CastSource, ContextSource, SlicedSource, TokenMean, batch_source
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.sums import GradientSums
-from raypar.actors.expert_parallel.record import Routed, RouterRecord
+from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.extents import Extents
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.machine.device import ComputeDevice
@@ -263,30 +262,17 @@ def _flow_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Stage
     if run.precision.is_half:
         source = CastSource(source, dtype_of(run.precision.compute))
     if part.model.documents is not None:
-        part.model.documents.reads = partial(_extents, source, run.mesh.dp, scaler, context.device)
+
+        def extents(program: ProgramName, step: int, number: int) -> Extents:
+            """Return the extents of documents and padding in a microbatch, which is numbered over all replicas."""
+            step += scaler.left_out if program == "train" else 0
+            return source.extents(program, step, *divmod(number, run.mesh.dp)).on(context.device)
+
+        part.model.documents.reads = extents
     # All blocks of a text have the same count, and stages that update independently refuse any other count.
     is_even = isinstance(run.data, Text) or (train.stream > 0 and not train.validated)
-    ahead = not is_even and any(
-        isinstance(module, Routed) and module.adds_losses
-        for stage in part.stages.values()
-        for layer in stage.modules
-        for module in layer.modules()
-    )
+    ahead = not is_even and any(router.adds_losses for _, router in part.routers())
     return TokenFlow(context, part.stages, source, mean, scaler, counts_ahead=ahead)
-
-
-def _extents(
-    source: BatchSource,
-    num_dp: int,
-    scaler: LossScaler,
-    device: ComputeDevice,
-    program: ProgramName,
-    step: int,
-    number: int,
-) -> Extents:
-    """Return the extents of documents and padding in a microbatch, which is numbered over all replicas."""
-    step += scaler.left_out if program == "train" else 0
-    return source.extents(program, step, *divmod(number, num_dp)).on(device)
 
 
 def _reduced(plan: ActorPlan, part: ModelPart, groups: Mapping[str, Group]) -> dict[str, nn.Parameter]:

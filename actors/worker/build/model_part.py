@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -13,7 +13,7 @@ from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import digests_of
-from raypar.actors.expert_parallel.record import RouterRecord
+from raypar.actors.expert_parallel.record import Routed, RouterRecord
 from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.machine.high_water import HighWater
 from raypar.actors.machine.offload_storage import OffloadStorage
@@ -85,6 +85,21 @@ class ModelPart:
     def summed(self) -> Mapping[str, nn.Parameter]:
         """The parameters that have the sums of gradients once these are reduced, by logical name."""
         return self.masters.parameters if self.storage.is_off_device else self.parameters
+
+    def routers(self) -> Iterator[tuple[int, Routed]]:
+        """Yield the routers in the stages, each with the number of its stage."""
+        for number, stage in self.stages.items():
+            inside = (module for layer in stage.modules for module in layer.modules())
+            yield from ((number, module) for module in inside if isinstance(module, Routed))
+
+    def begin(self, step: int, *, train: bool) -> None:
+        """Begin a step of a program in the stages, and in what is counted in them."""
+        for stage in self.stages.values():
+            stage.begin(train=train)
+        if self.overflow is not None:
+            self.overflow.begin(step, train=train)
+        if self.gathered is not None:
+            self.gathered.begin()
 
     def digests(self, owner: int) -> list[bytes]:
         """Return digests of the initial values of the parameters that one owner updates."""

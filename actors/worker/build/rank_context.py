@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,11 +11,10 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.replica_checks import OtherInputsError, demand_equal
+from raypar.actors.data_parallel.replica_checks import OtherInputsError, UnequalReplicasError, demand_equal
 from raypar.actors.errors import ActionError, StaleError, described, user_traceback
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.mesh.memberships import Membership, memberships
-from raypar.actors.mesh.world import World
 from raypar.actors.models.tied_weights import Ends
 from raypar.actors.worker.build.boundaries import neighbours
 from raypar.actors.worker.build.plan import ActorPlan
@@ -22,7 +22,7 @@ from raypar.actors.worker.build.plan import ActorPlan
 _NAMED = 4  # actors of a group that an error names
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class RankContext:
     """The rank, the device and the groups of one actor, a worker or a parameter server, in one run.
 
@@ -30,21 +30,26 @@ class RankContext:
         plan: The actor's plan.
         groups: The groups that it has joined, by the keys of ``World.memberships``.
         device: The device that it computes on.
+        world: All ranks of the run.
+        label: The actor's name in messages.
+        leads: Whether the actor reports for its tensor group, whose members have the same results.
+        pp: The pipeline rank that the actor belongs to.
+        row: The row of a schedule that the actor performs.
+        dp: Data-parallel coordinate of a worker; 0 for an expert actor or a server.
+        cp: Context-parallel coordinate of a worker; 0 for an expert actor or a server.
     """
 
     plan: ActorPlan
     groups: Mapping[str, Group]
     device: ComputeDevice
 
-    @cached_property
-    def world(self) -> World:
-        """All ranks of the run."""
-        return self.plan.world
-
-    @cached_property
-    def label(self) -> str:
-        """The actor's name in messages."""
-        return self.world.label(self.plan.rank)
+    def __post_init__(self) -> None:
+        self.world, rank = self.plan.world, self.plan.rank
+        self.label = self.world.label(rank)
+        self.leads = self.world.leads(rank)
+        self.pp, self.row = self.world.pp(rank), self.world.row(rank)
+        at = self.world.at(rank)
+        self.dp, self.cp = at["dp"], at["cp"]
 
     def label_of(self, member: int | None) -> str | None:
         """Return the name in messages of a member of the actor's pipeline; None if there is none.
@@ -58,34 +63,9 @@ class RankContext:
         members = world.mesh.group_of("pp", rank)[1] if rank < world.mesh.size else ()
         return world.label(members[member]) if members else world.mesh.label(world.mesh.rank(pp=member))
 
-    @cached_property
-    def leads(self) -> bool:
-        """Whether the actor reports for its tensor group, whose members have the same results."""
-        return self.world.leads(self.plan.rank)
-
-    @cached_property
-    def pp(self) -> int:
-        """The pipeline rank that the actor belongs to."""
-        return self.world.pp(self.plan.rank)
-
-    @cached_property
-    def row(self) -> int:
-        """The row of a schedule that the actor performs."""
-        return self.world.row(self.plan.rank)
-
-    @cached_property
-    def dp(self) -> int:
-        """Data-parallel coordinate of a worker; 0 for an expert actor or a server."""
-        return self._coordinate[0]
-
     def replica(self, further: int) -> int:
         """Return the data-parallel coordinate ``further`` replicas on, cyclically."""
         return (self.dp + further) % self.world.mesh.dp
-
-    @cached_property
-    def cp(self) -> int:
-        """Context-parallel coordinate of a worker; 0 for an expert actor or a server."""
-        return self._coordinate[1]
 
     @cached_property
     def is_saver(self) -> bool:
@@ -96,11 +76,6 @@ class RankContext:
     def is_saver_of_experts(self) -> bool:
         """Whether this actor saves the experts that it updates, if experts are divided over actors."""
         return self.plan.rank not in self.world.server_ranks and self.world.is_first(self.plan.rank, expert=True)
-
-    @cached_property
-    def _coordinate(self) -> tuple[int, int]:
-        at = self.world.at(self.plan.rank)
-        return at["dp"], at["cp"]
 
     def connect(self, ties: Sequence[Ends]) -> None:
         """Connect this actor in advance with all ranks that it exchanges messages with in a step.
@@ -144,10 +119,8 @@ class RankContext:
         key = next((key for key in ("dp", "cp") if key in self.groups), None)
         if key is None:
             return
-        try:
+        with self.reports("beginning of step"):
             self.groups[key].host.all_reduce(tensor).wait()
-        except GroupError as error:
-            raise self.failed("beginning of step", None, error) from None
 
     def synchronize(self) -> None:
         """Wait until all communication so far is complete. On a GPU a failure shows only then."""
@@ -172,6 +145,14 @@ class RankContext:
         if epoch is not None and epoch < current:
             raise StaleError(f"this call is of epoch {epoch}; {self.label} is in epoch {current}")
         return current if epoch is None else epoch
+
+    @contextmanager
+    def reports(self, action: str) -> Iterator[None]:
+        """Return a context in which a failed communication, or unequal replicas, raise the error of ``failed``."""
+        try:
+            yield
+        except (GroupError, UnequalReplicasError) as error:
+            raise self.failed(action, None, error) from None
 
     def failed(self, action: str, peer: str | None, error: Exception) -> ActionError:
         """Abort all groups, so that no other actor waits for this one, and return the error to raise.

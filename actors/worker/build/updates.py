@@ -139,21 +139,8 @@ def updater_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Upd
     if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
         own = frozenset(part.parameters if reported.ballot else ())
         reported = ReportedGradients() if every is None else reported._replace(names=own)
-    return Updater(
-        part.masters,
-        names,
-        part.ties,
-        every,
-        tensors,
-        reported,
-        optim=run.optim,
-        clip=run.clip,
-        steps=run.steps,
-        scaler=scaler,
-        nonfinite=run.nonfinite,
-        ema=run.ema,
-        reached=part.parameters.keys() - part.model.experts.keys() if isinstance(run.model, Layers) else (),
-    )
+    reached = part.parameters.keys() - part.model.experts.keys() if watched else ()
+    return Updater(part.masters, names, part.ties, every, tensors, reported, run, scaler, reached)
 
 
 def shared_update(

@@ -63,17 +63,17 @@ class Snapshots:
         calls = loaded.calls
         if not self.are_taken(loaded.run):
             return []
-        of_ranks = calls.all("snapshot_addresses", what="sharing snapshots")
-        beside = self._asked(others, "snapshot_addresses")
+        of_ranks = calls.all("snapshots", "addresses", what="sharing snapshots")
+        beside = self._asked(others, "addresses")
         addresses: list[Address] = [address for of_one in of_ranks for address in of_one]
         addresses += [replace(address, is_written=False) for of_one in beside for address in of_one or ()]
         there = _by_domain([*addresses, *self._held.addresses()])
         domains = [of_one[0].process.pid_domain for of_one in of_ranks]  # the first address is the actor's own
-        calls.each("hold_snapshots", [(there.get(domain, ()),) for domain in domains], what="sharing snapshots")
+        calls.each("snapshots", [("hold", there.get(domain, ())) for domain in domains], what="sharing snapshots")
         self._held.expect_new()
         self._held.hold(addresses)
-        steps = calls.all("snapshot_steps", what="sharing snapshots")
-        return [*steps, *(found or {} for found in self._asked(others, "snapshot_steps"))]
+        steps = calls.all("snapshots", "steps", what="sharing snapshots")
+        return [*steps, *(found or {} for found in self._asked(others, "steps"))]
 
     def common(self, steps: Steps, most: int) -> int | None:
         """Return the newest step, up to ``most``, of which all shares are there; None if there is none."""
@@ -140,7 +140,7 @@ class Snapshots:
         size, what = len(calls.handles), f"finding the snapshots of step {step}"
         chosen = chosen_holders(steps, size, self.source, step)
         everyone = [*calls.handles, *others.handles]
-        refs = {actor: everyone[actor].snapshot_contents.remote(step, shares) for actor, shares in chosen.items()}
+        refs = {actor: everyone[actor].snapshots.remote("contents", step, shares) for actor, shares in chosen.items()}
         ranked = [actor for actor in refs if actor < size]
         found = [*calls.gather([refs[actor] for actor in ranked], what, ranked)]
         rest = {actor - size: ref for actor, ref in refs.items() if actor >= size}
@@ -165,7 +165,7 @@ class Snapshots:
         if self.are_taken(loaded.run):
             loaded.calls.all("begin_snapshots", step, what="taking snapshots")
             self.source = tuple(SnapshotOwner(layout, rank) for rank in range(loaded.world.size))
-            loaded.calls.all("drop_old_snapshots", what="taking snapshots")
+            loaded.calls.all("snapshots", "drop_old", what="taking snapshots")
             self._held.drop_old()
             others.answers(range(len(others.handles)), "leave", seconds=_HEARD)
             if takes_snapshots(loaded.run):
@@ -196,15 +196,15 @@ class Snapshots:
         ]
         there, patience = _by_domain(addresses), min(SILENCE, run.timeout / 3)
         arguments = [
-            (recipient, step, there.get(process.pid_domain, ()), patience)
+            ("begin_copies", recipient, step, there.get(process.pid_domain, ()), patience)
             for recipient, process in zip(to, processes, strict=True)
         ]
-        calls.each("begin_copies", arguments, what="beginning copies of snapshots")
+        calls.each("snapshots", arguments, what="beginning copies of snapshots")
         self._held.hold(addresses)
 
     def _asked(self, others: Calls, method: str) -> list[Any]:
-        """Ask the actors that have no rank; None for those that do not answer, or have no snapshots."""
-        answers = others.answers(range(len(others.handles)), method, seconds=_HEARD)
+        """Call a method of the keepers of actors that have no rank; None for those that do not answer, or have none."""
+        answers = others.answers(range(len(others.handles)), "snapshots", method, seconds=_HEARD)
         return [answers.get(number) for number in range(len(others.handles))]
 
 
@@ -239,7 +239,7 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
     if run.folder is None or not snapshots.are_taken(run):
         return None
     calls.abort()  # none of those that are in a step takes another one, so that no snapshot is written over
-    there = calls.answers(range(len(calls.handles)), "snapshot_steps", seconds=HEARD, group="disk")
+    there = calls.answers(range(len(calls.handles)), "snapshots", "steps", seconds=HEARD, group="disk")
     step, folder = snapshots.common([*there.values()], taken), absolute(run.folder) / CHECKPOINTS
     saved = max((step for step, _ in checkpoints(folder)), default=0) if folder.is_dir() else 0
     if step is None or step <= saved:
@@ -249,8 +249,8 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
     for share in snapshots.source:
         writes[min(holders[share], key=lambda rank: len(writes[rank]))].append(share)
     with Save(folder, step) as save:
-        writing = {rank: calls.handles[rank].write_snapshots.options(concurrency_group="disk") for rank in writes}
-        refs = [writing[rank].remote(step, shares, str(save.path)) for rank, shares in writes.items()]
+        writing = {rank: calls.handles[rank].snapshots.options(concurrency_group="disk") for rank in writes}
+        refs = [writing[rank].remote("write", step, shares, str(save.path)) for rank, shares in writes.items()]
         written = calls.gather(refs, "saving snapshots", [*writes])
         shards = [shard for of_one in written for shard in of_one]
         return save.commit(run_manifest(run, step, shards), run.keep_last)

@@ -141,7 +141,7 @@ def test_an_actor_has_what_belongs_to_the_last_whole_copy_and_two_snapshots_more
             assert step in slots.steps
             assert not whole or whole[-1] in slots.steps & {*steps_of(receiver)}
             assert step - 1 in slots.steps or step == 1 or len(slots.pinned) == 2, "two pinned ones, and the last"
-        outgoing.close()
+        outgoing.sender.close()
 
 
 @pytest.mark.sampled
@@ -169,7 +169,7 @@ def test_a_node_that_is_lost_costs_at_most_the_steps_between_two_copies(layout):
     assert other.each(lambda actor: actor.member.state.load(files, files.at(common, shares))) == [None] * size
     assert all(torch.equal(other.weights()[name], weight) for name, weight in weights[common - 1].items())
     for keeper in keepers:
-        keeper.close()
+        keeper.leave(comes_back=False)
     del keepers, keeper  # what is mapped is open too
     assert not descriptors() - before
 
@@ -203,6 +203,6 @@ def test_a_node_gets_the_snapshots_of_another_once_and_all_its_actors_read_them(
         keeper.drop_old()
         assert keeper.steps() == {}, "what has come is let go once all have begun with their own"
     for keeper in (*keepers, *late):
-        keeper.close()
+        keeper.leave(comes_back=False)
     del keepers, late, keeper, receiver, reader
     assert not descriptors() - before

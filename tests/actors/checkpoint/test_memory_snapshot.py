@@ -164,7 +164,7 @@ def test_in_another_layout_snapshots_begin_anew_and_the_old_ones_are_there_until
     keeper.drop_old()
     assert keeper.steps() == {SnapshotOwner(1, 0): (1,)}
     for one in keepers:
-        one.close()
+        one.leave(comes_back=False)
     del keepers, keeper, one  # what is mapped is open too
     assert not descriptors() - before
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -64,7 +64,9 @@ def gone_back(team, files, needed):
         for _, _, tensor in actor.member.state.pieces():
             tensor.detach().zero_()
         shares = needed[team.all.index(actor)]
-        with closing(with_files(actor, {share: files[share] for share in shares})) as keeper:
+        with ExitStack() as stack:
+            keeper = with_files(actor, {share: files[share] for share in shares})
+            stack.callback(keeper.leave, comes_back=False)
             keeper.restore(STEP, shares, (), actor.member.state)
         return state(actor)
 
@@ -95,7 +97,7 @@ def restored(before, after):
             is_less = isinstance(found, Exception) or not alike(found, everything[rank])
             assert is_less == (out < len(needed[rank])), f"rank {rank} without {needed[rank][out : out + 1]}"
     for keeper in keepers:
-        keeper.close()
+        keeper.leave(comes_back=False)
     return [[share.rank for share in its] for its in needed]
 
 

@@ -260,7 +260,7 @@ def test_a_tensor_is_put_together_from_any_slices_in_any_files(drawn, num_files)
     stored = [Stored(f"f{i % num_files}", f"k{i}", offset, size) for i, (offset, size) in enumerate(parts)]
     with tempfile.TemporaryDirectory() as name:
         for file in {one.file for one in stored}:
-            write_shard(Path(name), file, {one.key: whole[one.index] for one in stored if one.file == file})
+            write_shard(Path(name), file, {one.key: whole[index_of(one)] for one in stored if one.file == file})
         read = Assembler(ShardFolder(Path(name))).read(Logical("BF16", shape, tuple(stored)))
         assert bits(read) == bits(whole)
 
@@ -302,9 +302,14 @@ def test_an_actor_reads_its_part_and_no_more(drawn, data):
     own = Sharding({dim: pieces for dim, pieces in dims.items() if pieces is not None})
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         patch.setattr("raypar.actors.checkpoint.assembler.AT_ONCE", data.draw(st.sampled_from([1, 8, 1 << 20])))
-        write_shard(Path(name), "f", {one.key: whole[one.index] for one in stored})
+        write_shard(Path(name), "f", {one.key: whole[index_of(one)] for one in stored})
         read = Assembler(ShardFolder(Path(name))).read(Logical("BF16", shape, tuple(stored)), own)
     assert bits(read) == bits(own.take(whole))
+
+
+def index_of(stored):
+    """The index of a slice in the logical tensor."""
+    return tuple(slice(start, start + size) for start, size in zip(stored.offset, stored.shape, strict=True))
 
 
 def pieces_of(length):

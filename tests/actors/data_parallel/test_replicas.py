@@ -14,7 +14,7 @@ from raypar.actors.data_parallel.reducer import Channel, Reducer
 from raypar.actors.data_parallel.replica_checks import UnequalReplicasError
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.errors import NonFiniteError
-from raypar.actors.machine.device import Host
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs.data import Batches
@@ -350,7 +350,9 @@ def test_time_spent_on_starting_a_bucket_is_not_hidden():
         return local_groups("dp", 1)[0].barrier()
 
     channel = Channel(slow, slow, lambda count, dtype: torch.empty(count, dtype=dtype), gets_sum=True)
-    reducer = Reducer([bucket], [channel], Host(), GradientSums([bucket], [0], DeviceStorage(Host.device), {}))
+    reducer = Reducer(
+        [bucket], [channel], ComputeDevice(), GradientSums([bucket], [0], DeviceStorage(ComputeDevice.device), {})
+    )
     with reducer.watch(0, last=True):
         weight.sum().backward()
     reducer.flush(0)

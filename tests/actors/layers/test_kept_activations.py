@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from raypar.actors.context_parallel.cores import context_styles
-from raypar.actors.machine.device import Host
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import NO_SKIPS
 from raypar.actors.pipeline.stage import Stage
@@ -81,7 +81,7 @@ def test_of_divided_sequences_each_member_keeps_its_part(cp, context):
         parallelizer = Parallelizer(model, [context_styles(context, group)])
         made = model.materialize([1], 0, parallelizer.parallelize)
         ends = StageEnds(NO_SKIPS, takes_data=False)
-        stage = Stage(model, [1], made, Host(), ends, is_last=False, recompute="none", seed=0)
+        stage = Stage(model, [1], made, ComputeDevice(), ends, is_last=False, recompute="none", seed=0)
         stage.begin(train=True)
         return kept(stage, torch.randn(B, S // cp, H))
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from raypar.actors.machine import device as places
-from raypar.actors.machine.device import Cuda, Host, PeakMemory, device_of
+from raypar.actors.machine.device import ComputeDevice, Cuda, PeakMemory, device_of
 from raypar.actors.specs.results import Span
 from raypar.schedules.action import STEP
 from tests.support.descriptors import descriptors
 
 
 def test_a_host_has_everything_where_it_is():
-    host, values = Host(), (torch.ones(2),)
+    host, values = ComputeDevice(), (torch.ones(2),)
     assert host.to(values) is values
     spans = [Span(STEP, host.mark(), host.mark())]
     host.finish()
@@ -27,7 +27,7 @@ def test_a_host_has_everything_where_it_is():
 
 
 def test_layers_draw_the_same_after_the_same_seed():
-    host = Host()
+    host = ComputeDevice()
     host.seed(3)
     first = torch.rand(4)
     host.seed(3)
@@ -87,7 +87,7 @@ def test_marks_are_events_that_are_timed_when_the_step_is_over(gpu):
 
 
 def test_a_cpus_spans_are_on_the_drivers_clock():
-    host = Host()
+    host = ComputeDevice()
     assert host.spans([Span(STEP, 1.0, 2.0)]) == [Span(STEP, 1.0, 2.0)]
     host.clock_offset = -0.5
     assert host.spans([Span(STEP, 1.0, 2.0, 5, 2)]) == [Span(STEP, 0.5, 1.5, 5, 2)]

@@ -18,7 +18,9 @@ from raypar.actors.models.tied_weights import Ends
 def test_every_member_has_a_partner_at_the_other_end_and_the_first_ones_several(homes, copies, pairs):
     ends = Ends("embed.weight", homes, "head.weight", copies)
     assert ends.pairs == pairs
-    assert [ends.copy_for(place) for place in range(len(homes))] == [copies[i % len(copies)] for i in range(len(homes))]
+    assert [ends.reversed().original_for(place) for place in range(len(homes))] == [
+        copies[i % len(copies)] for i in range(len(homes))
+    ]
     assert [ends.original_for(place) for place in range(len(copies))] == [
         homes[i % len(homes)] for i in range(len(copies))
     ]

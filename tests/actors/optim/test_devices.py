@@ -85,8 +85,8 @@ def updates_on_gpu():
     update = Updater.step
 
     def step(self, *args):
-        tensors = self._tensors
-        groups = {self._group, tensors.group, *(one for each in tensors.partial.values() for one in each)} - {None}
+        tensors = self.tensors
+        groups = {self.group, tensors.group, *(one for each in tensors.partial.values() for one in each)} - {None}
         try:
             for group in groups:
                 group.device, group.is_updating = GPU, True

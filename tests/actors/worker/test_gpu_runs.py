@@ -16,7 +16,7 @@ from raypar.actors.collective.gpu import nccl
 from raypar.actors.collective.gpu.nccl import NcclGroup
 from raypar.actors.collective.group import GroupMember
 from raypar.actors.errors import ActionError
-from raypar.actors.machine.device import Cuda, Host
+from raypar.actors.machine.device import ComputeDevice, Cuda
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.optim import AdamW
@@ -216,7 +216,7 @@ def test_receives_are_posted_ahead_from_the_second_step_on(monkeypatch):
     """In the first one a GPU loads its kernels; here a host posts them as a GPU does."""
     expected = []
     monkeypatch.setattr(Courier, "expect", lambda self, action: expected.append(action))
-    monkeypatch.setattr(Host, "ahead", Cuda.ahead)
+    monkeypatch.setattr(ComputeDevice, "ahead", Cuda.ahead)
     team = Team(linears(4), 2)
     team.step(0)
     team.step(0, "evaluate")

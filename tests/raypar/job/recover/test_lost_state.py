@@ -24,7 +24,7 @@ EXPERTS = replace(RUN, model=replace(MODEL, moe=rp.MoE(experts=4, top_k=2)), mes
 def end_of(job, rank=1):
     """Kill an actor from outside, while nobody calls it."""
     address = next(
-        one for one in job._loop.loaded.calls.some([rank], "snapshot_addresses", what="a test")[0] if one.is_written
+        one for one in job._loop.loaded.calls.some([rank], "snapshots", "addresses", what="a test")[0] if one.is_written
     )
     os.kill(address.process.pid, signal.SIGKILL)
     time.sleep(0.2)
@@ -113,7 +113,7 @@ def test_files_of_actors_that_were_replaced_are_let_go():
     with rp.launch(replace(RUN, steps=4), chaos=chaos) as job:
         job.train()
         assert len(job.failures) == 2
-        addresses = job._loop.loaded.calls.some([0], "snapshot_addresses", what="a test")[0]
+        addresses = job._loop.loaded.calls.some([0], "snapshots", "addresses", what="a test")[0]
         pids = [one.process.pid for one in addresses if one.is_written]
         assert [len(held()), *[len(held(pid)) for pid in pids]] == [6, 6]
 

@@ -59,7 +59,7 @@ def test_of_tensor_groups_each_node_gets_what_its_stages_have():
 def test_on_one_node_nobody_is_asked_what_is_where():
     cluster, _ = recovered(run_on(rp.Mesh(dp=8)), 8)
     assert (cluster.calls["restore"], cluster.sent) == (8, 0)
-    assert not {"snapshot_contents", "needed_shares", "expect_copies"} & {*cluster.calls}
+    assert not {"contents", "needed_shares", "expect_copies"} & {*cluster.calls}
 
 
 @pytest.mark.sampled
