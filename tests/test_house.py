@@ -208,6 +208,12 @@ def test_importing_starts_nothing_heavy(module):
     assert run.stdout.split() == [], f"import {module} brings them in"
 
 
+def test_a_public_module_is_there_before_anything_else_imports_it():
+    code = "import raypar; print(raypar.chaos.kill('pp=1', at='1B3').kind)"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "kill\n"), run.stderr
+
+
 # --- private names of torch and Ray -----------------------------------------------------------------------------------
 
 

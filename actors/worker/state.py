@@ -315,7 +315,7 @@ class WorkerState:
         context, updated = self.context, set[str]()
         for weight, kept, tensor in self.update.state():
             updated.add(weight)
-            yield StateTensor(weight, kept, tensor, self._shard(weight, tensor), self._is_saver(weight, tensor))
+            yield StateTensor(weight, kept, tensor, self._shard(weight, tensor), self.is_saver(weight, tensor))
         if not context.plan.run.precision.is_mixed:  # else the layers' weights do not have the dtype of a checkpoint
             for name, parameter in self.parameters.items():
                 if name not in updated:
@@ -348,13 +348,14 @@ class WorkerState:
             return Shard((tile.count * tensor.shape[0], *tensor.shape[1:]), Sharding({0: tile}))
         return self.part.shards.get(weight) if tensor.dim() else None
 
-    def _is_saver(self, weight: str, tensor: Tensor) -> bool:
+    def is_saver(self, weight: str, tensor: Tensor) -> bool:
         """Return whether this actor saves a weight that it updates, and its state: it has the first of all copies.
 
         A tied weight is saved under one of its names. In a tensor group, the first holder of a part saves it.
         """
         context, is_expert = self.context, weight in self.part.owners.experts
-        if weight in self._stored_names or not (context.is_saver_of_experts if is_expert else context.is_saver):
+        is_first = context.has_first_copy_of_experts if is_expert else context.has_first_copy
+        if weight in self._stored_names or not is_first:
             return False
         if (tile := tile_of(weight)) is not None:
             return context.leads and (bool(tensor.dim()) or tile.own == (0,))

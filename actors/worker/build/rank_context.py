@@ -68,12 +68,12 @@ class RankContext:
         return (self.dp + further) % self.world.mesh.dp
 
     @cached_property
-    def is_saver(self) -> bool:
+    def has_first_copy(self) -> bool:
         """Whether this actor saves the weights that it updates: of equal copies, the first is saved."""
         return self.plan.rank in self.world.server_ranks or self.world.is_first(self.plan.rank)
 
     @cached_property
-    def is_saver_of_experts(self) -> bool:
+    def has_first_copy_of_experts(self) -> bool:
         """Whether this actor saves the experts that it updates, if experts are divided over actors."""
         return self.plan.rank not in self.world.server_ranks and self.world.is_first(self.plan.rank, expert=True)
 
