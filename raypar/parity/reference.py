@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import DispatchMode, map_leaves, written_arguments
-from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
+from raypar.actors.data.batches import TokenMean, batch_source, cast_source, correction
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
 from raypar.actors.inspect.activations import LOSS, OutputWatch, Spot
 from raypar.actors.machine.device import ComputeDevice, device_of
@@ -172,10 +172,10 @@ class _Plain:
         m, num_dp = run.microbatches, run.mesh.dp
         self._source = batch_source(run.data, run.model, run.micro_batch_size, m, num_dp, run.seed)
         if run.precision.is_half:
-            self._source = CastSource(self._source, dtype_of(run.precision.compute))
+            self._source = cast_source(self._source, dtype_of(run.precision.compute))
         self._exact = exact
         if exact:
-            self._source = CastSource(self._source, torch.float64, targets=True)
+            self._source = cast_source(self._source, torch.float64, targets=True)
         self._mean = TokenMean(self.model, self._source, m, num_dp)
         self._correction = 1.0  # of the step under way
 
