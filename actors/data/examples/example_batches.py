@@ -20,7 +20,7 @@ from raypar.actors.data.examples.mixing import mixed, shares_of
 from raypar.actors.data.examples.packing import Int64s, Packed, one_per_sequence, pack_best_fit
 from raypar.actors.data.text.text_files import TextError
 from raypar.actors.data.text.token_batches import shuffled
-from raypar.actors.data.tokenizers.tokenizer import Tokenizer, fix_of_vocab
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer, vocab_faults
 from raypar.actors.extents import Extents
 from raypar.actors.specs.data import Examples
 
@@ -218,11 +218,7 @@ def example_faults(spec: Examples, seq: int, vocab: int, folder: str | None = No
     faults = list[str]()
     for one in (each for sets in both for each in sets.values()):
         facts = one.converted.facts
-        if facts.max_id >= vocab:
-            faults.append(
-                f"{one.setting}: the largest token id is {facts.max_id}, but model.vocab is {vocab}: "
-                f"{fix_of_vocab(facts.num_ids, folder)}"
-            )
+        faults += vocab_faults(one.setting, facts.max_id, facts.num_ids, vocab, folder)
         if not len(_pieces(one.converted, one.chosen, seq).firsts):
             faults.append(f"{one.setting}: {_unlearned(one.converted, one.chosen, spec, seq)}")
     return list(dict.fromkeys(faults))

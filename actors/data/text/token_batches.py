@@ -21,7 +21,7 @@ from raypar.actors.data.conversion import Convert, by_size
 from raypar.actors.data.text.stretches import Int64s, Stretches, TokenWindows, drawn_blocks
 from raypar.actors.data.text.text_conversion import Tokens
 from raypar.actors.data.text.text_files import Facts, TextError, open_tokens
-from raypar.actors.data.tokenizers.tokenizer import fix_of_vocab
+from raypar.actors.data.tokenizers.tokenizer import vocab_faults
 from raypar.actors.specs.data import Text
 from raypar.actors.specs.types import ProgramName
 
@@ -94,11 +94,7 @@ def text_faults(text: Text, seq: int, vocab: int, folder: str | None = None) -> 
     """
     parts, faults = _open_parts(text)
     for setting, (_, facts) in parts.items():
-        if facts.max_id >= vocab:
-            faults.append(
-                f"{setting}: the largest token id is {facts.max_id}, but model.vocab is {vocab}: "
-                f"{fix_of_vocab(facts.vocab, folder)}"
-            )
+        faults += vocab_faults(setting, facts.max_id, facts.vocab, vocab, folder)
     if _fraction_faults(text) or parts.keys() != _paths(text).keys():
         return faults  # without a valid split there are no lengths to check
     return [*faults, *_length_faults(text, parts, seq)]

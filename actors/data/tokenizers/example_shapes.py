@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Span: TypeAlias = tuple[int, int]  # of characters: the first, and the one after the last
 SHAPES = "text, messages, or prompt and completion"
 
@@ -31,7 +32,7 @@ class ExampleText(NamedTuple):
 class Template(Protocol):
     """Writes a conversation as text."""
 
-    def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> ExampleText:
+    def written(self, messages: Messages, learned: Sequence[int], **more: Any) -> ExampleText:
         """Write a conversation.
 
         Args:
@@ -43,7 +44,7 @@ class Template(Protocol):
             ExampleError: The template refuses it.
         """
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    def prompt(self, messages: Messages, **more: Any) -> str:
         """Write a conversation up to where the assistant answers; see ``example_as_text``."""
 
     def ends_answers(self) -> bool:

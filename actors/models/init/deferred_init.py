@@ -128,10 +128,8 @@ class Recording:
         parts = [part for module in modules for part in module.modules()]
         slots = [slot for part in parts for slot in slots_of(part) if slot[2].is_meta]
         whole = {id(tensor): tensor for _, _, tensor in slots}  # a parameter that two modules share stays one object
-        made = {
-            key: as_kind_of(whole[key], value)
-            for key, value in zip(whole, self.values(whole.values(), seed), strict=True)
-        }
+        values = self.values(whole.values(), seed)
+        made = {key: as_kind_of(whole[key], value) for key, value in zip(whole, values, strict=True)}
         for table, name, tensor in slots:
             table[name] = made[id(tensor)]
 
@@ -214,6 +212,20 @@ def slots_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """
     for table in (module._parameters, module._buffers, vars(module)):
         yield from ((table, name, value) for name, value in table.items() if isinstance(value, Tensor))
+
+
+def named_slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str, Tensor]]:
+    """Return each tensor of a layer as (the module's dict that holds it, its name there, its full name, the tensor).
+
+    Args:
+        prefix: The name of the layer; "" for names in the layer.
+        layer: The layer.
+    """
+    return [
+        (table, inner, f"{path}.{inner}".lstrip("."), tensor)
+        for path, module in layer.named_modules(prefix=prefix)
+        for table, inner, tensor in slots_of(module)
+    ]
 
 
 def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
