@@ -24,7 +24,7 @@ from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added_positions, between
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
-from raypar.actors.models.init.deferred_init import on_meta, unfilled
+from raypar.actors.models.init.deferred_init import Unfilled, on_meta
 from raypar.actors.models.mlp import MLP
 from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.partition import transformer_costs
@@ -170,7 +170,8 @@ class TransformerModel(Model):
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
         self.documents, self.slices, self._joint = Documents(), TokenSlices(), JointLoss()
         layer = partial(self._layer, between(spec), ScratchAllocator())
-        super().__init__(on_meta(lambda: map(layer, range(len(self.names)))))
+        with on_meta():
+            super().__init__([*map(layer, range(len(self.names)))])
 
     def norm(self) -> nn.Module:
         """Return a norm over D whose weight is initialised to 1."""
@@ -187,7 +188,8 @@ class TransformerModel(Model):
             CheckpointError: The folder's weights can't be read.
         """
         layer = partial(self._layer, *self._shared)
-        made = unfilled(lambda: map(layer, layers))
+        with Unfilled():
+            made = [*map(layer, layers)]
         for index, module in zip(layers, made, strict=True):
             shards = parallelize(self.names[index], module)
             self._freeze(module)

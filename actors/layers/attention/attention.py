@@ -91,7 +91,8 @@ class Core(nn.Module, SelectiveRecompute):
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop, self.cap)
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd, starts_BS):
             return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.scratch)
-        return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
+        settings = _settings(q_BNSd, k_BKSd, bias, self.dropout)
+        return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **settings)
 
     def narrow(self, heads: int, sharding: Sharding) -> None:
         """Restrict the core to this actor's part of the heads or of the batch.
@@ -285,11 +286,6 @@ def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: floa
         "is_causal": bias is None,
         "enable_gqa": q_BNSd.shape[1] != k_BKSd.shape[1],
     }
-
-
-def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    """Compute the core with the kernel that torch chooses."""
-    return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
 
 
 def _materialised(

@@ -198,7 +198,7 @@ class _NotMeta(TorchFunctionMode):
         return False if func == _IS_META else func(*args, **(kwargs or {}))
 
 
-class _NoFilling(DispatchMode):
+class Unfilled(DispatchMode):
     """Dispatch mode that skips ops that fill a tensor with random values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -245,16 +245,11 @@ def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
     return made
 
 
-def on_meta(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that ``build`` makes, on the meta device."""
-    with _META:
-        return unfilled(build)
-
-
-def unfilled(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that ``build`` makes, without drawing random values for their weights."""
-    with _NoFilling():
-        return list(build())
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Make the modules of the context on the meta device."""
+    with _META, Unfilled():
+        yield
 
 
 def record(build: Callable[[], Sequence[nn.Module]], seed: int) -> tuple[list[nn.Module], Recording]:

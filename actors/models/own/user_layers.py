@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cached_property
 from numbers import Real
@@ -93,7 +93,8 @@ class LayersModel(Model):
         """
         own = _copied(self.skeleton, layers)
         whole = {name: tensor for index in layers for *_, name, tensor in named_slots(str(index), own[str(index)])}
-        named = _parallelized(parallelize, own)
+        with on_meta():  # in one call, so that a module that two layers share is replaced once
+            named = parallelize("layers", own)
         shards = {id(whole[name]): shard for name, shard in named.items()}
         names = {id(tensor): f"layers.{name}" for name, tensor in whole.items()}
         made: dict[int, Tensor] = {}
@@ -289,22 +290,6 @@ def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDic
     for module, copy in zip(chosen, copies, strict=True):
         note_copy(module, copy)
     return nn.ModuleDict(dict(zip(map(str, layers), copies, strict=True)))
-
-
-def _parallelized(parallelize: Parallelize, own: nn.ModuleDict) -> Mapping[str, Shard]:
-    """Shard layers in place, in one call, so that a module that two layers share is replaced once.
-
-    Returns:
-        This actor's part of each sharded parameter, by "<layer index>.<name inside the layer>".
-    """
-    shards: dict[str, Shard] = {}
-
-    def build() -> Iterable[nn.Module]:
-        shards.update(parallelize("layers", own))
-        return ()
-
-    on_meta(build)
-    return shards
 
 
 def _is_weight(tensor: Tensor) -> bool:
