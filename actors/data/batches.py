@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,89 +23,52 @@ from raypar.actors.tensors import Values, as_values, cast_floating
 _MOST_CACHED = 16  # microbatches: an actor reads the inputs, targets and extents of each in separate calls
 
 
-class BatchSource(Protocol):
-    """Batches as pure functions of (step, microbatch, dp), so any actor can read any batch in any order."""
-
-    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        """Return the inputs of a microbatch, for the first stage."""
-
-    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        """Return the targets of a microbatch, for the last stage."""
-
-    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        """Return where documents and padding are in a microbatch."""
+Read: TypeAlias = Callable[[ProgramName, int, int, int], Values]  # of a program, step, microbatch and replica
 
 
-class TextSource:
-    """Batches of text.
-
-    The inputs are windows of tokens (B, S) int64, the targets the same windows shifted by one token.
-    """
-
-    def __init__(self, batches: TokenBatches) -> None:
-        self._batches = batches
-
-    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        read = self._batches.train_tokens if program == "train" else self._batches.val_tokens
-        return (read(step, microbatch, dp),)
-
-    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        read = self._batches.train_labels if program == "train" else self._batches.val_labels
-        return (read(step, microbatch, dp),)
-
-    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        return Extents()
+def _one_document(program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
+    return Extents()
 
 
-class ExampleSource:
-    """Batches of examples.
+@dataclass(frozen=True)
+class BatchSource:
+    """Batches as pure functions of (program, step, microbatch, dp), so any actor can read any batch in any order.
 
     Args:
-        batches: The batches.
-        packing: Whether examples share sequences.
+        inputs: Returns the inputs of a microbatch, for the first stage.
+        targets: Returns the targets of a microbatch, for the last stage.
+        extents: Returns where documents and padding are in a microbatch.
     """
 
-    def __init__(self, batches: ExampleBatches, *, packing: bool) -> None:
-        self._batches, self._packing = batches, packing
-        self._cached = lru_cache(_MOST_CACHED)(self._batches.batch)
-
-    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return (self._cached(program, step, microbatch, dp)[0],)
-
-    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return (self._cached(program, step, microbatch, dp)[1],)
-
-    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        extents = self._cached(program, step, microbatch, dp)[2]
-        return extents if self._packing else extents._replace(starts=None)
+    inputs: Read
+    targets: Read
+    extents: Callable[[ProgramName, int, int, int], Extents] = _one_document
 
 
-class FunctionSource:
-    """Batches from the user's own functions."""
+def _example_source(batches: ExampleBatches, *, packing: bool) -> BatchSource:
+    """Return batches of examples, which share sequences if ``packing``."""
+    cached = lru_cache(_MOST_CACHED)(batches.batch)
 
-    def __init__(self, spec: Batches) -> None:
-        self._spec = spec
-        self._cached_extents = lru_cache(_MOST_CACHED)(self._extents)  # every layer reads them
+    def extents(*at: Any) -> Extents:
+        return cached(*at)[2] if packing else cached(*at)[2]._replace(starts=None)
 
-    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return self._pair(program, step, microbatch, dp)[0]
+    return BatchSource(lambda *at: (cached(*at)[0],), lambda *at: (cached(*at)[1],), extents)
 
-    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return self._pair(program, step, microbatch, dp)[1]
 
-    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        return Extents() if self._spec.lengths is None else self._cached_extents(program, step, microbatch, dp)
+def function_source(spec: Batches) -> BatchSource:
+    """Return batches from the user's own functions."""
 
-    def _extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        assert self._spec.lengths is not None
-        inputs, targets = self._pair(program, step, microbatch, dp)
-        return Extents(lengths=lengths_of(self._spec.lengths, inputs, targets))
-
-    def _pair(self, program: ProgramName, step: int, microbatch: int, dp: int) -> tuple[Values, Values]:
-        fn = self._spec.fn if program == "train" else self._spec.validate
+    def pair(program: ProgramName, step: int, microbatch: int, dp: int) -> tuple[Values, Values]:
+        fn = spec.fn if program == "train" else spec.validate
         if fn is None:
             raise ValueError("the run has no validation data: give Batches a validate function")
         return pair_of(fn(step, microbatch, dp))
+
+    @lru_cache(_MOST_CACHED)  # every layer reads them
+    def extents(*at: Any) -> Extents:
+        return Extents() if spec.lengths is None else Extents(lengths=lengths_of(spec.lengths, *pair(*at)))
+
+    return BatchSource(lambda *at: pair(*at)[0], lambda *at: pair(*at)[1], extents)
 
 
 @dataclass(frozen=True)
@@ -170,70 +133,55 @@ def lengths_of(fn: Callable[..., object], inputs: Values, targets: Values) -> Te
     return found
 
 
-class ContextSource:
-    """The tokens of this context-parallel rank, taken from every input and target (B, S, ...) of another source.
+def context_source(source: BatchSource, tokens: Pieces) -> BatchSource:
+    """Return the tokens of this context-parallel rank, of every input and target (B, S, ...) of another source.
 
     Args:
         source: Source of the whole sequences.
         tokens: The pieces of dim 1 that this rank holds.
     """
 
-    def __init__(self, source: BatchSource, tokens: Pieces) -> None:
-        self._source, self._tokens = source, tokens
+    def here(values: Values) -> Values:
+        return _tokens_in(values, tokens, "mesh.cp")
 
-    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return self._here(self._source.inputs(program, step, microbatch, dp))
+    def extents(*at: Any) -> Extents:
+        found = source.extents(*at)
+        return found if found.starts is None else found._replace(starts=here((found.starts,))[0])
 
-    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return self._here(self._source.targets(program, step, microbatch, dp))
-
-    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        found = self._source.extents(program, step, microbatch, dp)
-        return found if found.starts is None else found._replace(starts=self._here((found.starts,))[0])
-
-    def _here(self, values: Values) -> Values:
-        for value in values:
-            if value.dim() < 2 or value.shape[1] % self._tokens.count:
-                raise ValueError(
-                    f"a batch has a tensor {list(value.shape)}: with mesh.cp dim 1 is the sequence, "
-                    f"and must be a multiple of {self._tokens.count}"
-                )
-        return tuple(self._tokens.take(value, 1).contiguous() for value in values)
+    return BatchSource(lambda *at: here(source.inputs(*at)), lambda *at: here(source.targets(*at)), extents)
 
 
-class SlicedSource:
-    """Slices of every input and target (B, S, ...) of another source along the sequence, numbered across microbatches.
+def sliced_source(source: BatchSource, count: int) -> BatchSource:
+    """Return slices of every input and target (B, S, ...) of another source, numbered across microbatches.
 
     Args:
         source: Source of the whole sequences.
-        count: Number of slices of a microbatch.
+        count: Number of slices of a microbatch, along the sequence.
     """
 
-    def __init__(self, source: BatchSource, count: int) -> None:
-        self._source, self._count = source, count
+    def sliced(read: Read) -> Read:
+        def of_slice(program: ProgramName, step: int, number: int, dp: int) -> Values:
+            microbatch, index = divmod(number, count)
+            return _tokens_in(read(program, step, microbatch, dp), Pieces.at(index, count), "token_slices")
 
-    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return self._slice(self._source.inputs(program, step, microbatch // self._count, dp), microbatch)
+        return of_slice
 
-    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return self._slice(self._source.targets(program, step, microbatch // self._count, dp), microbatch)
-
-    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        return Extents()
-
-    def _slice(self, values: Values, number: int) -> Values:
-        for value in values:
-            if value.dim() < 2 or value.shape[1] % self._count:
-                raise ValueError(
-                    f"a batch has a tensor {list(value.shape)}: with token_slices dim 1 is the sequence, "
-                    f"and must be a multiple of {self._count}"
-                )
-        piece = Pieces.at(number % self._count, self._count)
-        return tuple(piece.take(value, 1).contiguous() for value in values)
+    return BatchSource(sliced(source.inputs), sliced(source.targets))
 
 
-class CastSource:
-    """Another source's batches with floating-point inputs in the dtype in which the layers compute.
+def _tokens_in(values: Values, pieces: Pieces, setting: str) -> Values:
+    """Return some pieces of each of a batch's tensors along the sequence, which ``setting`` divides."""
+    for value in values:
+        if value.dim() < 2 or value.shape[1] % pieces.count:
+            raise ValueError(
+                f"a batch has a tensor {list(value.shape)}: with {setting} dim 1 is the sequence, "
+                f"and must be a multiple of {pieces.count}"
+            )
+    return tuple(pieces.take(value, 1).contiguous() for value in values)
+
+
+def cast_source(source: BatchSource, dtype: torch.dtype, *, targets: bool = False) -> BatchSource:
+    """Return another source's batches with floating-point inputs in the dtype in which the layers compute.
 
     Args:
         source: The source.
@@ -241,18 +189,10 @@ class CastSource:
         targets: Whether floating-point targets are cast, too.
     """
 
-    def __init__(self, source: BatchSource, dtype: torch.dtype, *, targets: bool = False) -> None:
-        self._source, self._dtype, self._targets = source, dtype, targets
+    def cast(read: Read) -> Read:
+        return lambda *at: cast_floating(read(*at), dtype)
 
-    def inputs(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        return cast_floating(self._source.inputs(program, step, microbatch, dp), self._dtype)
-
-    def targets(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Values:
-        targets = self._source.targets(program, step, microbatch, dp)
-        return cast_floating(targets, self._dtype) if self._targets else targets
-
-    def extents(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Extents:
-        return self._source.extents(program, step, microbatch, dp)
+    return replace(source, inputs=cast(source.inputs), targets=cast(source.targets) if targets else source.targets)
 
 
 def batch_source(
@@ -277,13 +217,14 @@ def batch_source(
         ValueError: The text, or an example, has faults.
     """
     if isinstance(data, Batches):
-        return FunctionSource(data)
+        return function_source(data)
     assert model.seq is not None, "text needs a model with a sequence length"
     if isinstance(data, Examples):
-        batches = ExampleBatches(data, model.seq, micro_batch_size, microbatches, num_dp, seed)
-        return ExampleSource(batches, packing=data.packing)
-    corpus = open_corpus(data, model.seq)
-    return TextSource(TokenBatches(corpus, model.seq, micro_batch_size, microbatches, num_dp, seed))
+        examples = ExampleBatches(data, model.seq, micro_batch_size, microbatches, num_dp, seed)
+        return _example_source(examples, packing=data.packing)
+    # windows of tokens (B, S) int64, and the same windows shifted by one token
+    text = TokenBatches(open_corpus(data, model.seq), model.seq, micro_batch_size, microbatches, num_dp, seed)
+    return BatchSource(lambda *at: (text.tokens(*at),), lambda *at: (text.labels(*at),))
 
 
 class TokenMean:

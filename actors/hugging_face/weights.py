@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Sequence
-from itertools import product
+from itertools import accumulate, product
 from pathlib import Path
 
 import torch
@@ -135,10 +135,7 @@ def _regions(spans: Sequence[Sequence[Span]]) -> Iterable[tuple[tuple[slice, ...
     """Yield the slices of each piece in the part, and its spans in the whole tensor."""
     placed = []
     for dim in spans:
-        at, found = 0, []
-        for low, high in dim:
-            found.append((slice(at, at + high - low), (low, high)))
-            at += high - low
-        placed.append(found)
+        parts = zip(dim, accumulate(high - low for low, high in dim), strict=True)
+        placed.append([(slice(stop - (high - low), stop), (low, high)) for (low, high), stop in parts])
     for pieces in product(*placed):
         yield tuple(region for region, _ in pieces), tuple(span for _, span in pieces)

@@ -74,13 +74,10 @@ def fanned(fan: SharedInputLinears, x: Tensor, layers: Sequence[Adapted]) -> lis
         x: The input (..., E).
         layers: The layers, each with its adapter or None.
     """
-    adapters = [adapter for _, adapter in layers if adapter is not None]
-    outs = fan(x, *(layer for layer, _ in layers), *(adapter.a for adapter in adapters))
-    narrow = iter(outs[len(layers) :])
-    return [
-        out if adapter is None else out + adapter.widened(next(narrow))
-        for out, (_, adapter) in zip(outs, layers, strict=False)
-    ]
+    adapters = [adapter for _, adapter in layers]
+    outs = fan(x, *(layer for layer, _ in layers), *(adapter.a for adapter in adapters if adapter is not None))
+    narrow, pairs = iter(outs[len(layers) :]), zip(outs, adapters, strict=False)
+    return [out if adapter is None else out + adapter.widened(next(narrow)) for out, adapter in pairs]
 
 
 def applied(layer: nn.Linear, adapter: LoraAdapter | None, x: Tensor) -> Tensor:

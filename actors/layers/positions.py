@@ -75,9 +75,8 @@ def _kept_by_yarn(width: int, base: float, scaling: RopeScaling) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, width - 1)
     pairs = torch.arange(-(-width // 2), dtype=torch.float64, device="cpu")
-    span = (
-        0.001 if first == last else last - first
-    )  # below 0 where no pair turns so often: then all stay, as in the reference
+    # below 0 where no pair turns so often: then all stay, as in the reference
+    span = 0.001 if first == last else last - first
     return 1 - ((pairs - first) / span).clamp(0, 1)
 
 
@@ -168,9 +167,8 @@ class Rope:
         self._width = width
         self._base = base
         self._scaling = scaling
-        self._cached: tuple[int, tuple[Tensor, Tensor]] | None = (
-            None  # the length that the angles depend on, and their table
-        )
+        # the length that the angles depend on, and their table
+        self._cached: tuple[int, tuple[Tensor, Tensor]] | None = None
         self._here: tuple[Pieces, int, list[Tensor]] | None = None  # last call's tokens, length and rows
         self._there: tuple[Tensor, list[Tensor]] | None = None  # last call's positions (B,), and their rows
 

@@ -218,10 +218,8 @@ class Model(ABC):
             split: How to split the body: "even", "balanced", or the number of body layers of each stage.
             num_stages: Number of stages.
         """
-        parts = [
-            range(part.start + self.body.start, part.stop + self.body.start)
-            for part in split_layers(split, self.costs, num_stages)
-        ]
+        split_body, first = split_layers(split, self.costs, num_stages), self.body.start
+        parts = [range(part.start + first, part.stop + first) for part in split_body]
         parts[0] = range(parts[0].stop)
         parts[-1] = range(parts[-1].start, len(self.names))
         return tuple(parts)

@@ -1,4 +1,4 @@
-"""The MLP of a GPT, with a GELU, and that of a Llama, with a gate.
+"""The MLP of a block: two linear layers of a GPT, or three of a Llama, one of which is a gate.
 
 Shapes: B microbatch, S sequence, D hidden, F width of the MLP.
 """
@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
 from raypar.actors.layers.linear import SharedInputLinears, linear_of
-from raypar.actors.specs.model import GPT, Gate, Llama
+from raypar.actors.specs.model import GPT, Gate, Gelu, Llama
 
-_GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {
+_ACTIVATIONS: Mapping[Gate | Gelu, Callable[[Tensor], Tensor]] = {
+    "exact": F.gelu,
+    "tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -23,44 +25,28 @@ _GATES: Mapping[Gate, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Two linear layers around a GELU: (..., D) -> (..., D).
+    """Linear layers around an activation a: (..., D) -> (..., D).
+
+    A GPT computes down(a(up(x))), where a is a GELU. A Llama has a gate: down(a(gate(x)) * up(x)) (Shazeer 2020,
+    section 2), which is SwiGLU if a is silu.
 
     Args:
         spec: The model.
         width: Width F.
     """
 
-    def __init__(self, spec: GPT, width: int) -> None:
+    def __init__(self, spec: GPT | Llama, width: int) -> None:
         super().__init__()
-        linear = linear_of(spec.linear)
-        self.up, self.down = linear(spec.hidden, width), linear(width, spec.hidden)
+        linear, hidden = partial(linear_of(spec.linear), bias=spec.has_biases), spec.hidden
+        self.gate = linear(hidden, width) if spec.is_gated else None
+        self.up, self.down = linear(hidden, width), linear(width, hidden)
+        self.gate_lora = None if self.gate is None else adapter_of(spec, self.gate, "gate")
         self.up_lora, self.down_lora = adapter_of(spec, self.up, "up"), adapter_of(spec, self.down, "down")
         self.fan = SharedInputLinears()
-        self.approximate = "tanh" if spec.gelu == "tanh" else "none"
+        self._activated = _ACTIVATIONS[spec.gate if isinstance(spec, Llama) else spec.gelu]
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        (y_BSF,) = fanned(self.fan, x_BSD, ((self.up, self.up_lora),))
-        return applied(self.down, self.down_lora, F.gelu(y_BSF, approximate=self.approximate))
-
-
-class GatedMLP(nn.Module):
-    """Gated MLP, down(a(gate(x)) * up(x)): (..., D) -> (..., D) (Shazeer 2020, section 2): SwiGLU if a is silu.
-
-    Args:
-        spec: The model.
-        width: Width F.
-    """
-
-    def __init__(self, spec: Llama, width: int) -> None:
-        super().__init__()
-        linear, hidden = linear_of(spec.linear), spec.hidden
-        self.gate, self.up = linear(hidden, width, bias=False), linear(hidden, width, bias=False)
-        self.down = linear(width, hidden, bias=False)
-        self.gate_lora, self.up_lora = adapter_of(spec, self.gate, "gate"), adapter_of(spec, self.up, "up")
-        self.down_lora = adapter_of(spec, self.down, "down")
-        self.fan = SharedInputLinears()
-        self._activated = _GATES[spec.gate]
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        gate_BSF, up_BSF = fanned(self.fan, x_BSD, ((self.gate, self.gate_lora), (self.up, self.up_lora)))
-        return applied(self.down, self.down_lora, self._activated(gate_BSF) * up_BSF)
+        gates = () if self.gate is None else ((self.gate, self.gate_lora),)
+        *gate_BSF, up_BSF = fanned(self.fan, x_BSD, (*gates, (self.up, self.up_lora)))
+        y_BSF = self._activated(gate_BSF[0]) * up_BSF if gate_BSF else self._activated(up_BSF)
+        return applied(self.down, self.down_lora, y_BSF)

@@ -28,9 +28,8 @@ def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
     if split == "balanced" and num_layers * num_stages > MOST_BALANCED:
         return [f"split is 'balanced' for {num_layers} layers on {num_stages} stages: use 'even' for so many"]
     if isinstance(split, str):
-        return (
-            [] if split in ("even", "balanced") else [f"split is {split!r}: use 'even', 'balanced' or a list of counts"]
-        )
+        fix = "use 'even', 'balanced' or a list of counts"
+        return [] if split in ("even", "balanced") else [f"split is {split!r}: {fix}"]
     found = []
     if len(split) != num_stages:
         found.append(f"split names {len(split)} stages, the schedule has {num_stages}")

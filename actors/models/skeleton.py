@@ -93,9 +93,8 @@ class Skeleton:
     @cached_property
     def _parameters(self) -> Mapping[str, Tensor]:
         """All parameters by logical name, under the names of copies too."""
-        return {
-            f"{layer}.{inner}": p for layer, module in self.layers.items() for inner, p in module.named_parameters()
-        }
+        pairs = self.layers.items()
+        return {f"{layer}.{inner}": p for layer, module in pairs for inner, p in module.named_parameters()}
 
 
 def with_its_names(model: GPT | Llama) -> GPT | Llama:

@@ -13,9 +13,8 @@ from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.tensors import Values
 
 Skips = Sequence[tuple[int, int]]  # pairs of layers, the earlier one first
-Ends = tuple[
-    tuple[int, tuple[int, ...]], ...
-]  # the number of another stage, and the layers whose outputs go there or come from there
+# numbers of other stages, each with the layers whose outputs go there or come from there
+Ends = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def skip_faults(skips: Skips, num_layers: int) -> Iterator[str]:

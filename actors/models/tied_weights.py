@@ -96,9 +96,8 @@ def tie_parameters(model: Model, modules: dict[int, nn.Module], same: dict[str, 
 
 def _layer(model: Model, parameter: str) -> int:
     """Return the index of a parameter's layer: the layer with the longest name that is a prefix of the parameter's."""
-    return max(
-        (i for i, name in enumerate(model.names) if parameter.startswith(name + ".")), key=lambda i: len(model.names[i])
-    )
+    names = model.names
+    return max((i for i, name in enumerate(names) if parameter.startswith(f"{name}.")), key=lambda i: len(names[i]))
 
 
 def _locate(model: Model, modules: dict[int, nn.Module], parameter: str) -> tuple[nn.Module, str] | None:

@@ -24,8 +24,8 @@ from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.linear import linear_of
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added_positions, between
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
-from raypar.actors.models.init.deferred_init import on_meta, unfilled
-from raypar.actors.models.mlp import MLP, GatedMLP
+from raypar.actors.models.init.deferred_init import Unfilled, on_meta
+from raypar.actors.models.mlp import MLP
 from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.partition import transformer_costs
 from raypar.actors.rng import derive
@@ -169,18 +169,14 @@ class TransformerModel(Model):
             self.tensor_plan = _with_experts(self.tensor_plan, spec)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
         self.documents, self.slices, self._joint = Documents(), TokenSlices(), JointLoss()
-        super().__init__(
-            on_meta(lambda: map(partial(self._layer, between(spec), ScratchAllocator()), range(len(self.names))))
-        )
+        layer = partial(self._layer, between(spec), ScratchAllocator())
+        with on_meta():
+            super().__init__([*map(layer, range(len(self.names)))])
 
     def norm(self) -> nn.Module:
         """Return a norm over D whose weight is initialised to 1."""
         kind = nn.RMSNorm if self.spec.has_rms_norms else nn.LayerNorm
         return kind(self.spec.hidden, eps=self.spec.norm_eps)
-
-    def mlp(self, width: int) -> nn.Module:
-        """Return an MLP of this width, (..., D) -> (..., D). Its output projection is called ``down``."""
-        return GatedMLP(self.spec, width) if isinstance(self.spec, Llama) else MLP(self.spec, width)
 
     def make(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
         """Make some layers with their initial weights; see ``Model.make``.
@@ -192,15 +188,15 @@ class TransformerModel(Model):
             CheckpointError: The folder's weights can't be read.
         """
         layer = partial(self._layer, *self._shared)
-        made = unfilled(lambda: map(layer, layers))
+        with Unfilled():
+            made = [*map(layer, layers)]
         for index, module in zip(layers, made, strict=True):
             shards = parallelize(self.names[index], module)
             self._freeze(module)
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
-                self._init(
-                    self.originals.get(name, name), parameter, shards.get(inner, Shard(tuple(parameter.shape))), seed
-                )
+                shard = shards.get(inner, Shard(tuple(parameter.shape)))
+                self._init(self.originals.get(name, name), parameter, shard, seed)
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:
@@ -258,10 +254,10 @@ class TransformerModel(Model):
 
     def _mlp_or_experts(self, block: int) -> nn.Module:
         """Build what comes after the attention of a block: its MLP, or its experts."""
-        num_experts = self.spec.num_experts(block)
+        num_experts, mlp = self.spec.num_experts(block), partial(MLP, self.spec)
         if not num_experts:
-            return self.mlp(self.spec.mlp_width)
-        return MixtureOfExperts(self.spec, num_experts, self.mlp, self.documents, self._joint, block)
+            return mlp(self.spec.mlp_width)
+        return MixtureOfExperts(self.spec, num_experts, mlp, self.documents, self._joint, block)
 
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:

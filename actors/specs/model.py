@@ -134,10 +134,10 @@ class Transformer:
     has_biases = False  # whether norms and linear layers have biases, but those of queries, keys, values and the head
     has_rms_norms = False  # whether norms are RMSNorms, which need no means; else they are LayerNorms
     is_gated = False  # whether MLPs have gates, a third matrix
-    qk_norm = False
+    qk_norm = post_norms = False
     scaled_embedding = False
     query_scale = attention_cap = logit_cap = _NO_NUMBER
-    pad_id = _NO_ID
+    kv_heads = pad_id = _NO_ID
 
     def faults(self, right: Callable[..., bool]) -> Iterator[str]:
         """Yield the sizes that do not fit each other, with the nearest ones that do.
@@ -167,12 +167,8 @@ class Transformer:
             yield f"model.hidden {self.hidden} is not a multiple of model.heads {self.heads}: {fix}"
         elif right("model.positions") and self.positions == "rope" and self.head_size % 2:
             width = self.head_size
-            near = (
-                f"model.hidden to {self.heads * (width + 1)}"
-                if self.head_width is None
-                else f"model.head_width to {width + 1}"
-            )
-            fix = f"set {near}, say, or take other positions"
+            field, even = ("hidden", self.heads * (width + 1)) if self.head_width is None else ("head_width", width + 1)
+            fix = f"set model.{field} to {even}, say, or take other positions"
             yield f"model.positions is 'rope', which turns pairs, but a head has the odd width {width}: {fix}"
 
     def _fitting(self) -> tuple[int, int]:
@@ -213,7 +209,7 @@ class Transformer:
     @property
     def num_kv_heads(self) -> int:
         """Number of heads of the keys and values."""
-        return self.heads
+        return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
     def mlp_matrices(self) -> int:
@@ -223,7 +219,7 @@ class Transformer:
     @property
     def norms(self) -> int:
         """Number of norms of a block."""
-        return 2
+        return 4 if self.post_norms else 2
 
     @property
     def expert_width(self) -> int:
@@ -304,16 +300,6 @@ class Llama(Transformer):
             yield f"{message}: set model.attention to 'materialised'"
         if right("model.vocab", "model.pad_id") and self.pad_id is not None and self.pad_id >= self.vocab:
             yield f"model.pad_id is {self.pad_id}, and the model's ids are 0 to {self.vocab - 1}: give one of them"
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of heads of keys and values."""
-        return self.heads if self.kv_heads is None else self.kv_heads
-
-    @property
-    def norms(self) -> int:
-        """Number of norms of a block."""
-        return 4 if self.post_norms else 2
 
     @property
     def mlp_width(self) -> int:

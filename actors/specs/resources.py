@@ -15,11 +15,9 @@ from raypar.actors.known_fields import known_fields
 PlacementStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)\s*")
-_UNITS = {"B": 1} | {
-    f"{letter}{binary}B": (1024 if binary else 1000) ** power
-    for power, letter in enumerate("KMGT", 1)
-    for binary in ("", "i")
-}
+_UNITS = {"B": 1}
+_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}
 _OF_FIELDS = {"CPU": "cpus", "GPU": "gpus", "memory": "memory"}  # Ray's names of what has a field of its own
 
 
@@ -91,10 +89,7 @@ class Resources:
         for name in self.custom:
             if name in _OF_FIELDS:
                 yield f"resources.custom has {name!r}, which has a field of its own: set resources.{_OF_FIELDS[name]}"
-        amounts = {
-            "resources.cpus": self.cpus,
-            **{f"resources.custom[{name!r}]": its for name, its in self.custom.items()},
-        }
-        for name, amount in amounts.items():
+        amounts = {f"resources.custom[{name!r}]": amount for name, amount in self.custom.items()}
+        for name, amount in ({"resources.cpus": self.cpus} | amounts).items():
             if amount > 1 and amount != int(amount):
                 yield f"{name} is {amount:g}, but above 1 Ray takes whole numbers only: set it to {int(amount)}"

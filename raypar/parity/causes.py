@@ -51,10 +51,10 @@ class _Factor(NamedTuple):
             return None
         return self.backward if case.backward else self.forward
 
-    def is_in(self, r: float, case: Case) -> bool:
-        """Return whether the ratio ``r`` is this factor."""
+    def is_in(self, r: float, case: Case, fit: float = FIT) -> bool:
+        """Return whether the ratio ``r`` is this factor, but for a relative error below ``fit``."""
         size = case.sizes.get(self.size, 1)
-        return size > 1 and abs(r / size**self.power - 1) < FIT
+        return size > 1 and abs(r / size**self.power - 1) < fit
 
 
 _FACTORS = (
@@ -124,9 +124,8 @@ def _parts_of_a_sum(case: Case) -> str | None:
     """Explain a sum of which each actor has only a part."""
     for axis in case.axes:
         groups = case.groups(axis)
-        sums = [
-            torch.stack([piece.ours.double() for piece in group if piece.ours is not None]).sum(0) for group in groups
-        ]
+        present = [[piece.ours.double() for piece in group if piece.ours is not None] for group in groups]
+        sums = [torch.stack(parts).sum(0) for parts in present]
         several = all(len(group) > 1 for group in groups)
         if groups and several and are_alike(sums, [group[0].wanted for group in groups], FIT):
             return f"each member of {axis} has its own part of a sum: {_missing_sum(axis, case)}"
@@ -159,11 +158,8 @@ def _some_right(case: Case) -> str | None:
     """Explain a tensor that is right on some actors only."""
     right = [p.actor for p in case.pieces if p.ours is not None and are_alike([p.ours], [p.wanted], FIT)]
     wrong = [piece.actor for piece in case.pieces if piece.actor not in right]
-    return (
-        f"right on {', '.join(right)}, wrong on {', '.join(wrong)}: look at what only these do"
-        if right and wrong
-        else None
-    )
+    found = f"right on {', '.join(right)}, wrong on {', '.join(wrong)}: look at what only these do"
+    return found if right and wrong else None
 
 
 def _added(case: Case) -> str | None:
@@ -175,11 +171,8 @@ def _added(case: Case) -> str | None:
         rows = [vector.double().expand_as(difference) for difference in differences]
         times = float_sum(float((d * row).sum()) for d, row in zip(differences, rows, strict=True))
         times /= float_sum(norm_of(row) ** 2 for row in rows)
-        if (
-            round(times)
-            and abs(times - round(times)) < 0.01
-            and are_alike(differences, [times * row for row in rows], 0.01)
-        ):
+        is_whole = round(times) and abs(times - round(times)) < 0.01
+        if is_whole and are_alike(differences, [times * row for row in rows], 0.01):
             return f"{name} is added {round(times) + 1} times"
     return None
 
@@ -208,12 +201,8 @@ def _wrong_auxiliary(case: Case) -> str | None:
         return "without the gradient of the auxiliary losses: attach them to an output that goes on (attach_loss)"
     if norm_of(wanted - part) < _FITS * norm_of(part):
         return None  # the gradient has no other part: other explanations find a factor of the whole
-    factors = [
-        size if power > 0 else f"1/{size}"
-        for size, count in case.sizes.items()
-        for power in (1, -1)
-        if count > 1 and abs(r / count**power - 1) < _FITS
-    ]
+    known = [_Factor(size, power, None, "") for size in case.sizes for power in (1, -1)]
+    factors = [factor.spelled for factor in known if factor.is_in(r, case, _FITS)]
     return (
         f"auxiliary losses contribute {' or '.join(factors) or f'{r:.3g}'} times what they should, and all the rest is "
         "right: each microbatch's count 1/(microbatches x dp), times the scale of the loss"

@@ -52,9 +52,8 @@ def scales_of(tensors: Mapping[str, Tensor], layers: Iterable[str]) -> dict[str,
     for name, norm in norms.items():
         squares[layer_of[name]] = squares.get(layer_of[name], 0.0) + norm**2
     wholes = {layer: square**0.5 for layer, square in squares.items()}
-    return {
-        name: wholes[layer_of[name]] if norm < NOISE * wholes[layer_of[name]] else norm for name, norm in norms.items()
-    }
+    whole = {name: wholes[layer] for name, layer in layer_of.items()}
+    return {name: whole[name] if norm < NOISE * whole[name] else norm for name, norm in norms.items()}
 
 
 def are_alike(found: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float) -> bool:

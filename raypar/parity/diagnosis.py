@@ -80,9 +80,8 @@ class _Compared(NamedTuple):
         """Compute the relative norm of the difference; if several actors have the same part, their root mean square."""
         if any(piece.ours is None for piece in self.pieces):
             return math.inf
-        squares = float_sum(
-            relative_error(piece.ours, piece.wanted, 1.0) ** 2 for piece in self.pieces if piece.ours is not None
-        )
+        pairs = [(piece.ours, piece.wanted) for piece in self.pieces if piece.ours is not None]
+        squares = float_sum(relative_error(ours, wanted, 1.0) ** 2 for ours, wanted in pairs)
         copies = sum(piece.wanted.numel() for piece in self.pieces) / max(1, self.wanted.numel())
         return math.sqrt(squares / (copies or 1.0)) / (self.scale or 1.0)
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import DispatchMode, map_leaves, written_arguments
-from raypar.actors.data.batches import CastSource, TokenMean, batch_source, correction
+from raypar.actors.data.batches import TokenMean, batch_source, cast_source, correction
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
 from raypar.actors.inspect.activations import LOSS, OutputWatch, Spot
 from raypar.actors.machine.device import ComputeDevice, device_of
@@ -164,7 +165,7 @@ class _Plain:
                 layer.double()
         self._added: list[Tensor] = []  # the auxiliary losses of a microbatch, with their graphs
         self._record = RouterRecord(self._add)
-        self._routers = self._routed()
+        self._balanced = [one for one in self._routed() if isinstance(one, Balanced) and one.is_balanced]
         self._parameters = _named(self.model.names, self.layers, {copy: owner for owner, copy in self.model.ties})
         self._masters = masters_of(run.precision, DeviceStorage(self._device.device), self.layers, self._parameters)
         self._optimizer = build_optimizer(run.optim, self._masters.parameters)
@@ -172,10 +173,10 @@ class _Plain:
         m, num_dp = run.microbatches, run.mesh.dp
         self._source = batch_source(run.data, run.model, run.micro_batch_size, m, num_dp, run.seed)
         if run.precision.is_half:
-            self._source = CastSource(self._source, dtype_of(run.precision.compute))
+            self._source = cast_source(self._source, dtype_of(run.precision.compute))
         self._exact = exact
         if exact:
-            self._source = CastSource(self._source, torch.float64, targets=True)
+            self._source = cast_source(self._source, torch.float64, targets=True)
         self._mean = TokenMean(self.model, self._source, m, num_dp)
         self._correction = 1.0  # of the step under way
 
@@ -228,17 +229,16 @@ class _Plain:
             self._optimizer.step()
             self._masters.publish()
             self._scaler.grow()
-            self._balance()
+            with torch.no_grad():
+                for router in self._balanced:
+                    router.balance(self._record.asked(router.name, router.num_experts))
         return mean_loss(losses, counts), float(norm)
 
     def _ahead(self, step: int) -> float:
         """Return the factor that corrects the gradients of a step; auxiliary losses are divided by it beforehand."""
         run, num_dp = self._run, self._run.mesh.dp
-        targets = [
-            self._source.targets("train", step, microbatch, dp)
-            for microbatch in range(run.microbatches)
-            for dp in range(num_dp)
-        ]
+        every = product(range(run.microbatches), range(num_dp))
+        targets = [self._source.targets("train", step, *at) for at in every]
         return correction(sum(map(self.model.count, targets)), num_dp * self._mean.expected)
 
     @property
@@ -282,10 +282,8 @@ class _Plain:
             watch.keep(Spot(LOSS, number, backward=True), weight)
         objective = loss * weight
         if self._added and auxiliary and self._correction:
-            microbatches = self._run.microbatches * self._run.mesh.dp
-            objective = objective + torch.stack(self._added).sum() * (
-                self._scaler.scale / microbatches / self._correction
-            )
+            share = self._scaler.scale / (self._run.microbatches * self._run.mesh.dp) / self._correction
+            objective = objective + torch.stack(self._added).sum() * share
         if objective.requires_grad:
             objective.backward()
         return loss.item(), count
@@ -295,24 +293,13 @@ class _Plain:
         self._added.append(loss)
         return x
 
-    def _routed(self) -> list[Routed]:
-        """Return the modules that report auxiliary losses and tokens, and make them report to this object."""
-        found = [
-            (module, name)
-            for layer_name, layer in zip(self.model.names, self.layers, strict=True)
-            for name, module in layer.named_modules(prefix=layer_name)
-            if isinstance(module, Routed)
-        ]
-        for module, name in found:
-            module.record, module.name = self._record, name
-        return [module for module, _ in found]
-
-    def _balance(self) -> None:
-        """Balance the routers by the tokens of the step."""
-        with torch.no_grad():
-            for router in self._routers:
-                if isinstance(router, Balanced) and router.is_balanced:
-                    router.balance(self._record.asked(router.name, router.num_experts))
+    def _routed(self) -> Iterator[Routed]:
+        """Yield the modules that report auxiliary losses and tokens, and make them report to this object."""
+        for layer_name, layer in zip(self.model.names, self.layers, strict=True):
+            for name, module in layer.named_modules(prefix=layer_name):
+                if isinstance(module, Routed):
+                    module.record, module.name = self._record, name
+                    yield module
 
 
 class _MeasuredSums:

@@ -377,16 +377,8 @@ def _compare(job: Job, plain: Trained) -> Verdict:
             one if one.ok or one.what not in known else _beside_float64(pair, rounding)
             for pair, one in zip(unequal, differences, strict=True)
         ]
-    return Verdict(
-        run.steps,
-        len(plain.gradients),
-        len(plain.weights),
-        plain.losses,
-        tuple(differences),
-        run.mesh.ways("dp"),
-        None,
-        bounds,
-    )
+    counts = run.steps, len(plain.gradients), len(plain.weights)
+    return Verdict(*counts, plain.losses, tuple(differences), run.mesh.ways("dp"), bounds=bounds)
 
 
 class _Pair(NamedTuple):

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from raypar.actors.data.examples.example_files import Converted
-from raypar.actors.data.examples.example_sets import example_sets
+from raypar.actors.data.examples.example_sets import ExampleSet, example_sets
 from raypar.actors.data.examples.mixing import mixed, shares_of
 from raypar.actors.data.examples.packing import Int64s, Packed, one_per_sequence, pack_best_fit
 from raypar.actors.data.text.text_files import TextError
 from raypar.actors.data.text.token_batches import shuffled
-from raypar.actors.data.tokenizers.tokenizer import Tokenizer, fix_of_vocab
+from raypar.actors.data.tokenizers.tokenizer import Tokenizer, vocab_faults
 from raypar.actors.extents import Extents
 from raypar.actors.specs.data import Examples
 
@@ -65,18 +64,17 @@ class ExamplePieces:
 
 
 class ExampleSequences:
-    """The sequences of some examples.
+    """The sequences of a set of examples.
 
     Args:
-        converted: All examples.
-        chosen: Indices of those that are used.
+        examples: The set.
         seq: Tokens of a sequence.
         packing: Whether examples share sequences.
     """
 
-    def __init__(self, converted: Converted, chosen: Int64s, seq: int, *, packing: bool) -> None:
-        self._from, self._seq = converted, seq
-        self.pieces = _pieces(converted, chosen, seq)
+    def __init__(self, examples: ExampleSet, seq: int, *, packing: bool) -> None:
+        self._from, self._seq = examples.converted, seq
+        self.pieces = _pieces(examples, seq)
         lengths = self.pieces.lengths
         self._packed: Packed = pack_best_fit(lengths, seq) if packing else one_per_sequence(len(lengths))
 
@@ -189,16 +187,12 @@ def open_sequences(spec: Examples, seq: int) -> tuple[Mixture, Mixture]:
     Raises:
         TextError: All faults of the data.
     """
-    train, val = (
-        Mixture(
-            {
-                path: ExampleSequences(one.converted, one.chosen, seq, packing=spec.packing)
-                for path, one in parts.items()
-            },
-            [one.weight for one in parts.values()],
-        )
-        for parts in example_sets(spec)
-    )
+
+    def mixture(sets: Mapping[str, ExampleSet]) -> Mixture:
+        parts = {path: ExampleSequences(one, seq, packing=spec.packing) for path, one in sets.items()}
+        return Mixture(parts, [one.weight for one in sets.values()])
+
+    train, val = map(mixture, example_sets(spec))
     return train, val
 
 
@@ -218,13 +212,9 @@ def example_faults(spec: Examples, seq: int, vocab: int, folder: str | None = No
     faults = list[str]()
     for one in (each for sets in both for each in sets.values()):
         facts = one.converted.facts
-        if facts.max_id >= vocab:
-            faults.append(
-                f"{one.setting}: the largest token id is {facts.max_id}, but model.vocab is {vocab}: "
-                f"{fix_of_vocab(facts.num_ids, folder)}"
-            )
-        if not len(_pieces(one.converted, one.chosen, seq).firsts):
-            faults.append(f"{one.setting}: {_unlearned(one.converted, one.chosen, spec, seq)}")
+        faults += vocab_faults(one.setting, facts.max_id, facts.num_ids, vocab, folder)
+        if not len(_pieces(one, seq).firsts):
+            faults.append(f"{one.setting}: {_unlearned(one, spec, seq)}")
     return list(dict.fromkeys(faults))
 
 
@@ -234,14 +224,14 @@ def _of_epoch(sample: int, size: int, seed: int, *, ordered: bool) -> int:
     return position if ordered else int(shuffled(np.array([position]), np.array([epoch]), size, seed)[0])
 
 
-def _pieces(converted: Converted, chosen: Int64s, seq: int) -> ExamplePieces:
+def _pieces(examples: ExampleSet, seq: int) -> ExamplePieces:
     """Cut examples into pieces of at most ``seq`` inputs, and drop pieces without a learned token."""
     firsts = list[int]()
     lengths = list[int]()
     cut = 0
     dropped = 0
-    ends, learned = converted.ends, converted.loss_mask
-    for example in chosen.tolist():
+    ends, learned = examples.converted.ends, examples.converted.loss_mask
+    for example in examples.chosen.tolist():
         first, end = int(ends[example - 1]) if example else 0, int(ends[example])
         is_text = end - first > seq + 1 and bool(learned[first + 1 : end].all())
         last = end - 1 if is_text else min(end - 1, first + seq)
@@ -254,9 +244,9 @@ def _pieces(converted: Converted, chosen: Int64s, seq: int) -> ExamplePieces:
     return ExamplePieces(np.array(firsts, np.int64), np.array(lengths, np.int64), cut, dropped)
 
 
-def _unlearned(converted: Converted, chosen: Int64s, spec: Examples, seq: int) -> str:
+def _unlearned(examples: ExampleSet, spec: Examples, seq: int) -> str:
     """Return the message that no example has a target, with the first example."""
-    example = int(chosen[0])
+    converted, example = examples.converted, int(examples.chosen[0])
     first = int(converted.ends[example - 1]) if example else 0
     ids = converted.ids[first : int(converted.ends[example])][: seq + 1]
     shown = Tokenizer(spec.tokenizer, spec.template).decoded(ids.tolist())

@@ -47,15 +47,12 @@ def blocks_of_examples(files: Iterable[Path], read: Callable[[int], None]) -> It
     for file in files:
         if file.suffix in (".parquet", ".arrow"):
             yield from _rows(file, read)
-            continue
-        if file.suffix == ".jsonl":
+        elif file.suffix == ".jsonl":
             yield from _lines(file, read)
-            continue
-        if file.suffix == ".txt":
-            yield from _values(file.name, [{"text": _text(file)}])
         else:
-            yield from _json(file)
-        read(file.stat().st_size)
+            is_text = file.suffix == ".txt"
+            yield from _values(file.name, [{"text": _text(file)}]) if is_text else _json(file)
+            read(file.stat().st_size)
 
 
 def _text(file: Path) -> str:

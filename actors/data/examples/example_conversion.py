@@ -56,7 +56,7 @@ class ExampleConversion:
     def __call__(self, block: bytes) -> bytes:
         """Return the tokens of a block, for ``tokens``. Raises ExampleError if the tokenizer or a package fails."""
         faults = ExampleFaults()
-        found = [*self.opened.tokenized([*self._written(block, faults)])]
+        found = [*self.opened.tokens_with_loss_mask([*self._written(block, faults)])]
         read = len(found) + sum(count for _, count in faults.values())
         first = dict(islice(faults.items(), MOST_NAMED + 1))
         head = json.dumps({"lengths": [len(one.ids) for one in found], "read": read, "faults": first})

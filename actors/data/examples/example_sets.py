@@ -48,26 +48,25 @@ def example_sets(spec: Examples, convert: Convert = by_size) -> tuple[dict[str, 
     if not 0 < spec.val_fraction < 1 and spec.val_path is None:
         raise TextError([f"val_fraction is {spec.val_fraction}: it must be between 0 and 1"])
     weights = {spec.path: 1.0} if isinstance(spec.path, str) else spec.path
-    names = {path: "path" if isinstance(spec.path, str) else f"path[{path!r}]" for path in weights}
     faults = [*_weight_faults(weights)]
-    opened = {
-        path: found for path in weights if (found := _opened(names[path], path, spec, convert, faults)) is not None
-    }
-    val = None if spec.val_path is None else _opened("val_path", spec.val_path, spec, convert, faults)
+    opened = dict[str, Converted]()
+    for setting, path in _paths(spec).items():
+        try:
+            opened[setting] = open_examples(setting, path, spec, convert)
+        except TextError as error:
+            faults += error.faults
     if spec.val_path is None:
-        for path, one in opened.items():
+        for setting, one in opened.items():
             if max(1, round(one.facts.examples * spec.val_fraction)) >= one.facts.examples:
                 few = f"it has {one.facts.examples} example, and needs two, one for validation"
-                faults.append(f"{names[path]}: {few}: give more, or val_path")
+                faults.append(f"{setting}: {few}: give more, or val_path")
     TextError.raise_if(dict.fromkeys(faults))
-    if val is not None and spec.val_path is not None:
-        train = {path: ExampleSet(names[path], one, _every(one), weights[path]) for path, one in opened.items()}
-        return train, {spec.val_path: ExampleSet("val_path", val, _every(val), 1.0)}
-    split = {path: _split(one, spec.val_fraction) for path, one in opened.items()}
-    train, held = (
-        {path: ExampleSet(names[path], one, split[path][which], weights[path]) for path, one in opened.items()}
-        for which in (0, 1)
-    )
+    sets = [ExampleSet(setting, one, _every(one), 1.0) for setting, one in opened.items()]
+    every = {path: one._replace(weight=weights[path]) for path, one in zip(weights, sets, strict=False)}
+    if spec.val_path is not None:
+        return every, {spec.val_path: sets[-1]}
+    split = {path: _split(one.converted, spec.val_fraction) for path, one in every.items()}
+    train, held = ({path: one._replace(chosen=split[path][at]) for path, one in every.items()} for at in (0, 1))
     return train, held
 
 
@@ -77,7 +76,7 @@ def are_converted(spec: Examples) -> bool:
     Args:
         spec: The data.
     """
-    return all(has_entry(setting, path, spec) for setting, path in _settings(spec))
+    return all(has_entry(setting, path, spec) for setting, path in _paths(spec).items())
 
 
 def missing_files(spec: Examples) -> list[str]:
@@ -87,7 +86,7 @@ def missing_files(spec: Examples) -> list[str]:
         spec: The data.
     """
     faults = list[str]()
-    for setting, path in _settings(spec):
+    for setting, path in _paths(spec).items():
         try:
             files_of(setting, path)
         except (OSError, ValueError) as error:
@@ -95,11 +94,10 @@ def missing_files(spec: Examples) -> list[str]:
     return faults
 
 
-def _settings(spec: Examples) -> list[tuple[str, str]]:
-    """Return (the user's name, path) for each path of the data."""
-    one = spec.path if isinstance(spec.path, str) else None
-    train = [(f"path[{path!r}]", path) for path in spec.path] if one is None else [("path", one)]
-    return [*train, *([] if spec.val_path is None else [("val_path", spec.val_path)])]
+def _paths(spec: Examples) -> dict[str, str]:
+    """Return each path of the data, by the user's name of it; that of validation is the last."""
+    train = {"path": spec.path} if isinstance(spec.path, str) else {f"path[{path!r}]": path for path in spec.path}
+    return train | ({} if spec.val_path is None else {"val_path": spec.val_path})
 
 
 def _weight_faults(weights: Mapping[str, float]) -> list[str]:
@@ -112,15 +110,6 @@ def _weight_faults(weights: Mapping[str, float]) -> list[str]:
         for path, weight in weights.items()
         if weight * LARGEST < whole
     ]
-
-
-def _opened(setting: str, path: str, spec: Examples, convert: Convert, faults: list[str]) -> Converted | None:
-    """Open the examples of a path. Faults are appended to ``faults``."""
-    try:
-        return open_examples(setting, path, spec, convert)
-    except TextError as error:
-        faults += error.faults
-        return None
 
 
 def _every(converted: Converted) -> Int64s:

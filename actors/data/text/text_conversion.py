@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from raypar.actors.machine.files import expanded, open_named
+from raypar.actors.data.tokenizers.tokenizer import read_tokenizer, tokenizer_file
 
 Tokens: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
-
-
-def tokenizer_file(path: str) -> Path:
-    """Return the tokenizers JSON file of a path: the path itself, or tokenizer.json in a Hugging Face folder."""
-    found = expanded(path)
-    return found / "tokenizer.json" if found.is_dir() else found
 
 
 @dataclass(frozen=True)
@@ -63,12 +56,4 @@ class TextConversion:
 
     @cached_property
     def _model(self) -> Any:
-        if self.tokenizer is None:
-            return None
-        from tokenizers import Tokenizer  # optional dependency, needed only for the first conversion
-
-        with open_named(tokenizer_file(self.tokenizer)) as file:
-            model = Tokenizer.from_buffer(file.read())
-        model.no_truncation()  # a tokenizer file made for inference may truncate texts to 512 tokens
-        model.no_padding()  # or pad them
-        return model
+        return None if self.tokenizer is None else read_tokenizer(tokenizer_file(self.tokenizer))

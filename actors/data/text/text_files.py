@@ -21,7 +21,7 @@ import numpy as np
 
 from raypar.actors.data.conversion import ConversionError, Convert, by_size
 from raypar.actors.data.conversion_progress import conversion_progress
-from raypar.actors.data.text.text_conversion import TextConversion, Tokens, tokenizer_file
+from raypar.actors.data.text.text_conversion import TextConversion, Tokens
 from raypar.actors.data.text.text_sources import (
     SKIPPED,
     SourceFile,
@@ -33,6 +33,7 @@ from raypar.actors.data.text.text_sources import (
     why_no_text,
     why_skipped,
 )
+from raypar.actors.data.tokenizers.tokenizer import tokenizer_file
 from raypar.actors.errors import FaultsError
 from raypar.actors.machine.files import WholeFile, expanded, read_named, write_whole
 from raypar.actors.specs.data import Text
@@ -175,10 +176,8 @@ def _tokenizer_sha(tokenizer: str | None, faults: list[str]) -> str | None:
     try:
         return hashlib.sha256(read_named(tokenizer_file(tokenizer), _MOST_TOKENIZER)).hexdigest()
     except (OSError, ValueError) as error:
-        faults.append(
-            f"tokenizer: {tokenizer!r} cannot be read ({unreadable_reason(error)}): "
-            "correct the path, or leave it out for bytes"
-        )
+        fault = f"tokenizer: {tokenizer!r} cannot be read ({unreadable_reason(error)})"
+        faults.append(f"{fault}: correct the path, or leave it out for bytes")
         return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,8 +21,9 @@ from raypar.actors.data.conversion import Convert, by_size
 from raypar.actors.data.text.stretches import Int64s, Stretches, TokenWindows, drawn_blocks
 from raypar.actors.data.text.text_conversion import Tokens
 from raypar.actors.data.text.text_files import Facts, TextError, open_tokens
-from raypar.actors.data.tokenizers.tokenizer import fix_of_vocab
+from raypar.actors.data.tokenizers.tokenizer import vocab_faults
 from raypar.actors.specs.data import Text
+from raypar.actors.specs.types import ProgramName
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,11 +94,7 @@ def text_faults(text: Text, seq: int, vocab: int, folder: str | None = None) -> 
     """
     parts, faults = _open_parts(text)
     for setting, (_, facts) in parts.items():
-        if facts.max_id >= vocab:
-            faults.append(
-                f"{setting}: the largest token id is {facts.max_id}, but model.vocab is {vocab}: "
-                f"{fix_of_vocab(facts.vocab, folder)}"
-            )
+        faults += vocab_faults(setting, facts.max_id, facts.vocab, vocab, folder)
     if _fraction_faults(text) or parts.keys() != _paths(text).keys():
         return faults  # without a valid split there are no lengths to check
     return [*faults, *_length_faults(text, parts, seq)]
@@ -210,38 +207,23 @@ class TokenBatches:
                 raise ValueError(f"{name} data: {len(tokens)} tokens are fewer than one window of seq + 1 = {seq + 1}")
         self.micro_batch_size, self.microbatches, self.num_dp = micro_batch_size, microbatches, num_dp
         self.seq, self.seed = seq, seed
-        self._train_windows, self._val_windows = (
-            TokenWindows(corpus.train, seq),
-            TokenWindows(corpus.val, seq, across=True),
-        )
+        self._windows: Mapping[ProgramName, TokenWindows] = {
+            "train": TokenWindows(corpus.train, seq),
+            "evaluate": TokenWindows(corpus.val, seq, across=True),
+        }
         # row k of a view holds tokens k to k + seq - 1; nothing is read until rows are taken
-        self._train = sliding_window_view(np.asarray(corpus.train.tokens), seq)
-        self._val = sliding_window_view(np.asarray(corpus.val.tokens), seq)
+        self._rows: Mapping[ProgramName, npt.NDArray[Any]] = {
+            "train": sliding_window_view(np.asarray(corpus.train.tokens), seq),
+            "evaluate": sliding_window_view(np.asarray(corpus.val.tokens), seq),
+        }
 
-    def train(self, step: int, microbatch: int, dp: int = 0) -> tuple[Tensor, Tensor]:
-        """Return (tokens, labels) of a training microbatch."""
-        starts = self._train_starts(step, microbatch, dp)
-        return _take(self._train, starts), _take(self._train, starts + 1)
+    def tokens(self, program: ProgramName, step: int, microbatch: int, dp: int = 0) -> Tensor:
+        """Return the tokens of a microbatch, for the first stage."""
+        return _take(self._rows[program], self._starts(program, step, microbatch, dp))
 
-    def train_tokens(self, step: int, microbatch: int, dp: int = 0) -> Tensor:
-        """Return the tokens of a training microbatch, for the first stage."""
-        return _take(self._train, self._train_starts(step, microbatch, dp))
-
-    def train_labels(self, step: int, microbatch: int, dp: int = 0) -> Tensor:
-        """Return the labels of a training microbatch, for the last stage."""
-        return _take(self._train, self._train_starts(step, microbatch, dp) + 1)
-
-    def val(self, step: int, microbatch: int, dp: int = 0) -> tuple[Tensor, Tensor]:
-        """Return (tokens, labels) of a validation microbatch."""
-        return self.val_tokens(step, microbatch, dp), self.val_labels(step, microbatch, dp)
-
-    def val_tokens(self, step: int, microbatch: int, dp: int = 0) -> Tensor:
-        """Return the tokens of a validation microbatch, for the first stage."""
-        return _take(self._val, self._val_starts(step, microbatch, dp))
-
-    def val_labels(self, step: int, microbatch: int, dp: int = 0) -> Tensor:
-        """Return the labels of a validation microbatch, for the last stage."""
-        return _take(self._val, self._val_starts(step, microbatch, dp) + 1)
+    def labels(self, program: ProgramName, step: int, microbatch: int, dp: int = 0) -> Tensor:
+        """Return the labels of a microbatch, for the last stage."""
+        return _take(self._rows[program], self._starts(program, step, microbatch, dp) + 1)
 
     def _samples(self, step: int, microbatch: int, dp: int) -> Int64s:
         if step < 0 or not 0 <= microbatch < self.microbatches or not 0 <= dp < self.num_dp:
@@ -252,12 +234,10 @@ class TokenBatches:
         first = ((step * self.microbatches + microbatch) * self.num_dp + dp) * self.micro_batch_size
         return np.arange(first, first + self.micro_batch_size)
 
-    def _train_starts(self, step: int, microbatch: int, dp: int) -> Int64s:
-        epoch, position = np.divmod(self._samples(step, microbatch, dp), len(self._train_windows))
-        return self._train_windows.starts(shuffled(position, epoch, len(self._train_windows), self.seed))
-
-    def _val_starts(self, step: int, microbatch: int, dp: int) -> Int64s:
-        return self._val_windows.starts(self._samples(step, microbatch, dp) % len(self._val_windows))
+    def _starts(self, program: ProgramName, step: int, microbatch: int, dp: int) -> Int64s:
+        windows = self._windows[program]
+        epoch, number = np.divmod(self._samples(step, microbatch, dp), len(windows))
+        return windows.starts(shuffled(number, epoch, len(windows), self.seed) if program == "train" else number)
 
 
 def _take(rows: npt.NDArray[Any], starts: Int64s) -> Tensor:

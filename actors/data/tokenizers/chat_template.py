@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from raypar.actors.data.tokenizers.example_shapes import ExampleError, ExampleText, Span
+from raypar.actors.data.tokenizers.example_shapes import ExampleError, ExampleText, Messages, Span
 
 _BEGIN, _END, _OTHER = "\U0010fffe", "\U0010ffff", "\U0010fffd"  # noncharacters of Unicode: no text has them
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
@@ -64,7 +64,7 @@ class ChatTemplate:
         self._tokens = dict(tokens)
         self._special = tuple({token: None for token in (*tokens.values(), *special) if token})
 
-    def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> ExampleText:
+    def text_and_learned_spans(self, messages: Messages, learned: Sequence[int], **more: Any) -> ExampleText:
         """Write a conversation; see ``Template.written``."""
         messages = [_plain(message) for message in messages]
         text, spans = _without_marks(self._rendered(messages, more))
@@ -74,7 +74,7 @@ class ChatTemplate:
             chosen = [self._answer(text, messages, number, more) for number in learned]
         return ExampleText(text, chosen, is_chat=True)
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    def prompt(self, messages: Messages, **more: Any) -> str:
         """Write a conversation, up to where the assistant answers."""
         return self._text([_plain(message) for message in messages], more, prompts=True)
 
@@ -82,7 +82,7 @@ class ChatTemplate:
         """Return whether a special token ends an answer, and not just the marker of the next message."""
         talk = [{"role": role, "content": f"{role}s"} for role in ("user", "assistant", "user")]
         try:
-            found = self.written(talk, [1])
+            found = self.text_and_learned_spans(talk, [1])
         except ExampleError:  # the template refuses this conversation
             return True
         return any(self._is_ended(found.text[start:stop]) for start, stop in found.learned)
@@ -96,9 +96,7 @@ class ChatTemplate:
             raise ExampleError(f"has several chat templates and no default one ({names}): give one as data.template")
         return found
 
-    def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any], *, prompts: bool = False
-    ) -> str:
+    def _rendered(self, messages: Messages, more: Mapping[str, Any], *, prompts: bool = False) -> str:
         values: dict[str, Any] = {"tools": None, "documents": None}
         values |= {"messages": messages, "add_generation_prompt": prompts}
         values |= self._tokens | dict(more)
@@ -110,15 +108,11 @@ class ChatTemplate:
         except Exception as error:  # a template may do anything that the sandbox allows
             raise ExampleError(f"is refused by the chat template ({error}): correct it, or data.template") from error
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any], *, prompts: bool = False) -> str:
+    def _text(self, messages: Messages, more: Mapping[str, Any], *, prompts: bool = False) -> str:
         return _without_marks(self._rendered(messages, more, prompts=prompts))[0]
 
     def _chosen(
-        self,
-        spans: Sequence[Span],
-        messages: Sequence[Mapping[str, Any]],
-        learned: Sequence[int],
-        more: Mapping[str, Any],
+        self, spans: Sequence[Span], messages: Messages, learned: Sequence[int], more: Mapping[str, Any]
     ) -> Iterator[Span]:
         """Yield the marked spans of the messages that are learned; an answer may have several."""
         answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
@@ -134,7 +128,7 @@ class ChatTemplate:
             for number in learned:
                 yield from spans[counts[number - 1] if number else 0 : counts[number]]
 
-    def _answer(self, text: str, messages: Sequence[Mapping[str, Any]], number: int, more: Mapping[str, Any]) -> Span:
+    def _answer(self, text: str, messages: Messages, number: int, more: Mapping[str, Any]) -> Span:
         """Return the span of an answer in the whole text, including the special token that ends it.
 
         It is found as the part of the text that changes when the answer is replaced.
@@ -204,12 +198,8 @@ def _compiled(source: str) -> JinjaTemplate:
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     try:
         return environment.from_string(source)
-    except (
-        TemplateError,
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # of Python: jinja2 generates Python source
+    except (TemplateError, SyntaxError, RecursionError, MemoryError) as error:
+        # all but the first are of Python: jinja2 generates Python source
         why = "nested too deeply" if isinstance(error, RecursionError | MemoryError) else error
         raise ExampleError(f"template: the chat template is broken ({why}): give another one") from error
 

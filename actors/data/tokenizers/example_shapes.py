@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Span: TypeAlias = tuple[int, int]  # of characters: the first, and the one after the last
 SHAPES = "text, messages, or prompt and completion"
 
@@ -31,7 +32,7 @@ class ExampleText(NamedTuple):
 class Template(Protocol):
     """Writes a conversation as text."""
 
-    def written(self, messages: Sequence[Mapping[str, Any]], learned: Sequence[int], **more: Any) -> ExampleText:
+    def text_and_learned_spans(self, messages: Messages, learned: Sequence[int], **more: Any) -> ExampleText:
         """Write a conversation.
 
         Args:
@@ -43,7 +44,7 @@ class Template(Protocol):
             ExampleError: The template refuses it.
         """
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+    def prompt(self, messages: Messages, **more: Any) -> str:
         """Write a conversation up to where the assistant answers; see ``example_as_text``."""
 
     def ends_answers(self) -> bool:
@@ -109,7 +110,7 @@ def _chat(messages: Any, first: int, template: Template | None, record: Mapping[
     answers = [i for i, message in enumerate(messages) if i >= first and message["role"] == "assistant"]
     names = "tools", "documents", "chat_template_kwargs"
     more = {name: _parsed(name, record[name]) for name in names if record.get(name) is not None}
-    return template.written(messages, answers, **more)
+    return template.text_and_learned_spans(messages, answers, **more)
 
 
 def _parsed(name: str, value: Any) -> Any:

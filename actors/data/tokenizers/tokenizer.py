@@ -23,7 +23,7 @@ Ids: TypeAlias = npt.NDArray[np.uint32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
 Sizes: TypeAlias = npt.NDArray[np.int64]
 
-_FILE, _SETTINGS, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _CONFIGS = ("generation_config.json", "config.json")  # files with the ids that end a text
 _NAMED_TEMPLATES = "additional_chat_templates"
 _SPECIAL = "special_tokens_map.json"
@@ -114,9 +114,8 @@ class Tokenizer:
     """
 
     def __init__(self, path: str | None, template: str | None = None) -> None:
-        given = None if path is None else expanded(path)
-        self._folder = given if given is None or given.is_dir() else given.parent
-        self._file = given if given is None or not given.is_dir() else given / _FILE
+        self._file = None if path is None else tokenizer_file(path)
+        self._folder = None if self._file is None else self._file.parent
         self._settings = self._read_json(_SETTINGS)
         self._source = self._read_template(template)
         self._model = None if self._file is None else _model(self._file)
@@ -194,7 +193,7 @@ class Tokenizer:
         depends = hashlib.sha256(file).digest(), self._source, self.tokens, self.end
         return hashlib.sha256(repr(depends).encode()).hexdigest()
 
-    def tokenized(self, examples: Sequence[ExampleText]) -> Iterator[Tokenized]:
+    def tokens_with_loss_mask(self, examples: Sequence[ExampleText]) -> Iterator[Tokenized]:
         """Yield examples as tokens; several are encoded in parallel.
 
         A token is a target if any of its characters is learned. The post-processor's ids are added in front of a text,
@@ -295,23 +294,39 @@ def _template_text(path: Path) -> str:
 def _model(path: Path) -> Any:
     """Read a tokenizers JSON file. Raises ExampleError."""
     if not path.exists():
-        fix = (
-            "give a folder that has it (save_pretrained writes it), or set data.tokenizer to none for a model of bytes"
-        )
-        raise ExampleError(f"tokenizer: {str(path.parent)!r} has no {path.name}: {fix}")
+        fix = "give a folder that has it (save_pretrained writes it), or set data.tokenizer to none for a model of"
+        raise ExampleError(f"tokenizer: {str(path.parent)!r} has no {path.name}: {fix} bytes")
     try:
-        from tokenizers import Tokenizer as Model
-
-        with open_named(path) as file:
-            model = Model.from_buffer(file.read())
+        return read_tokenizer(path)
     except ImportError as error:
         raise ExampleError("tokenizer: it needs the tokenizers package: pip install tokenizers") from error
     except Exception as error:  # tokenizers raises Exception itself
-        raise ExampleError(
-            f"tokenizer: {str(path)!r} is not a tokenizers JSON file ({error}): give a folder"
-        ) from error
-    model.no_truncation()
-    model.no_padding()
+        wrong = f"is not a tokenizers JSON file ({error})"
+        raise ExampleError(f"tokenizer: {str(path)!r} {wrong}: give a folder") from error
+
+
+def tokenizer_file(path: str) -> Path:
+    """Return the tokenizers JSON file of a path: the path itself, or tokenizer.json in a Hugging Face folder."""
+    found = expanded(path)
+    return found / "tokenizer.json" if found.is_dir() else found
+
+
+def read_tokenizer(path: Path) -> Any:
+    """Read a tokenizers JSON file.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ImportError: The tokenizers package is missing.
+        Exception: The file can't be read, or is no such file: tokenizers raises Exception itself.
+    """
+    from tokenizers import Tokenizer as Model
+
+    with open_named(path) as file:
+        model = Model.from_buffer(file.read())
+    model.no_truncation()  # a tokenizer file made for inference may truncate texts to 512 tokens
+    model.no_padding()  # or pad them
     return model
 
 
@@ -325,16 +340,19 @@ def _as_bytes(example: ExampleText) -> Tokenized:
     return Tokenized(ids, learned)
 
 
-def fix_of_vocab(num_ids: int, folder: str | None) -> str:
-    """Return the fix for a tokenizer with larger ids than the model's embedding.
+def vocab_faults(setting: str, max_id: int, num_ids: int, vocab: int, folder: str | None) -> list[str]:
+    """Return the fault of data with larger ids than the model's embedding, with its fix; [] if there is none.
 
     Args:
+        setting: The user's name of the data.
+        max_id: Largest id that occurs in the data.
         num_ids: Number of possible ids of the data.
+        vocab: The model's token ids are 0 to vocab - 1.
         folder: The Hugging Face folder from which the model is read; None if there is none.
     """
-    if folder is None:
-        return f"set model.vocab to {num_ids}, or use a tokenizer with fewer ids"
-    return (
-        f"use the tokenizer in {folder!r}, or resize the embedding in transformers first "
-        f"(model.resize_token_embeddings({num_ids}), and save_pretrained)"
-    )
+    fix = f"set model.vocab to {num_ids}, or use a tokenizer with fewer ids"
+    if folder is not None:
+        fix = f"use the tokenizer in {folder!r}, or resize the embedding in transformers first"
+        fix = f"{fix} (model.resize_token_embeddings({num_ids}), and save_pretrained)"
+    fault = f"{setting}: the largest token id is {max_id}, but model.vocab is {vocab}: {fix}"
+    return [fault] if max_id >= vocab else []

@@ -19,7 +19,7 @@ from raypar.actors.autograd.torch_private import keeps_attention_scores
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
 from raypar.actors.layers.attention import attention_blocks
 from raypar.actors.layers.attention.attention_scratch import ScratchAllocator
-from raypar.actors.layers.attention.kv_cache import Incremental, KVCache, attend_to_cache
+from raypar.actors.layers.attention.kv_cache import Incremental, KVCache
 from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.dropout import sharded_dropout
@@ -91,7 +91,8 @@ class Core(nn.Module, SelectiveRecompute):
             return _materialised(q_BNSd, k_BKSd, v_BKSd, bias, self.drop, self.cap)
         if self._in_blocks(q_BNSd, k_BKSd, v_BKSd, starts_BS):
             return attention_blocks.attend(q_BNSd, k_BKSd, v_BKSd, self.scratch)
-        return _fused(q_BNSd, k_BKSd, v_BKSd, bias, self.dropout)
+        settings = _settings(q_BNSd, k_BKSd, bias, self.dropout)
+        return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **settings)
 
     def narrow(self, heads: int, sharding: Sharding) -> None:
         """Restrict the core to this actor's part of the heads or of the batch.
@@ -246,8 +247,9 @@ class Attention(nn.Module, Incremental):
         if self._rope is not None:
             q_BNSd, k_BKSd = self._rope.turn_at(q_BNSd, at_B), self._rope.turn_at(k_BKSd, at_B)
         k_BKTd, v_BKTd = sequences.extended(self, k_BKSd, v_BKSd)
-        slopes = None if self.core.alibi is None else self.core.alibi.slopes
-        return attend_to_cache(q_BNSd, k_BKTd, v_BKTd, sequences.distance, slopes, self.core.window, self.core.cap)
+        slopes = () if self.core.alibi is None else self.core.alibi.slopes
+        bias_BN1T = sequences.bias(torch.promote_types(q_BNSd.dtype, torch.float32), slopes, self.core.window)
+        return _materialised(q_BNSd, k_BKTd, v_BKTd, bias_BN1T, nn.Identity(), self.core.cap)
 
 
 def seen_before(starts_BS: Tensor, keys: Tensor) -> Tensor:
@@ -284,11 +286,6 @@ def _settings(q_BNSd: Tensor, k_BKSd: Tensor, bias: Tensor | None, dropout: floa
         "is_causal": bias is None,
         "enable_gqa": q_BNSd.shape[1] != k_BKSd.shape[1],
     }
-
-
-def _fused(q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, bias: Tensor | None, dropout: float) -> Tensor:
-    """Compute the core with the kernel that torch chooses."""
-    return F.scaled_dot_product_attention(q_BNSd, k_BKSd, v_BKSd, **_settings(q_BNSd, k_BKSd, bias, dropout))
 
 
 def _materialised(

@@ -161,11 +161,8 @@ class Scratch:
             score_gradient = slopes[: scores.whole.numel()].view_as(scores.whole)
             hidden = later[: (stop - start) * shared, : stop - start]
             beta = 0.0 if stop == size.S else 1.0
-            self.blocks.append(
-                QueryRange(
-                    q, gradient, made, k, v, dk, dv, scores, score_gradient, hidden, beta, 1.0 / math.sqrt(size.d)
-                )
-            )
+            views = q, gradient, made, k, v, dk, dv, scores, score_gradient, hidden
+            self.blocks.append(QueryRange(*views, beta, 1.0 / math.sqrt(size.d)))
 
 
 def _scores(memory: Tensor, size: Size, start: int, stop: int) -> Scores:

@@ -124,6 +124,5 @@ def _times(x_BNSe: Tensor, y_BKef: Tensor) -> Tensor:
 
 def _by_head(x_BNST: Tensor, y_BNSd: Tensor, heads: int) -> Tensor:
     """Return x^T y (B, K, T, d), summed over the query heads that share a head of keys."""
-    rows = (part.reshape(part.shape[0], heads, -1, part.shape[-1]) for part in (x_BNST, y_BNSd))
-    x_BKRT, y_BKRd = rows
+    x_BKRT, y_BKRd = (part.reshape(part.shape[0], heads, -1, part.shape[-1]) for part in (x_BNST, y_BNSd))
     return x_BKRT.mT @ y_BKRd

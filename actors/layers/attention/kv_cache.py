@@ -8,13 +8,14 @@ padded on the right, and a padded slot is overwritten before a query sees it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from raypar.actors.tensors import bent, in_fp32, nbytes
+from raypar.actors.tensors import nbytes
 
 
 class KVCache:
@@ -53,13 +54,9 @@ class KVCache:
 
     def fill(self, layer: nn.Module, k_BKSd: Tensor, v_BKSd: Tensor) -> None:
         """Keep the keys and values of the first S positions of a layer."""
-        (B, K, S, d), made = k_BKSd.shape, list[Tensor]()
-        for part_BKSd in (k_BKSd, v_BKSd):
-            # Zeros, because a weight of 0 times uninitialised memory could be NaN.
-            cache_BKTd = part_BKSd.new_zeros(B, K, max(self._slots, S), d)
-            cache_BKTd[:, :, :S] = part_BKSd
-            made.append(cache_BKTd)
-        self._kept[layer] = made[0], made[1]
+        # Zeros after them, because a weight of 0 times uninitialised memory could be NaN.
+        further = 0, 0, 0, max(0, self._slots - k_BKSd.shape[2])
+        self._kept[layer] = F.pad(k_BKSd, further), F.pad(v_BKSd, further)
 
     def extended(self, layer: nn.Module, k_BKSd: Tensor, v_BKSd: Tensor) -> tuple[Tensor, Tensor]:
         """Keep the key and the value of each sequence's next token; return those of all positions up to ``reach``.
@@ -74,6 +71,18 @@ class KVCache:
             cache_BKTd[self._rows, :, self.at] = part_BKSd[:, :, 0]
         k_BKTd, v_BKTd = self._kept[layer]
         return k_BKTd[:, :, : self.reach], v_BKTd[:, :, : self.reach]
+
+    def bias(self, dtype: torch.dtype, slopes: Sequence[float], window: int | None) -> Tensor:
+        """Return the bias of the scores of the next tokens, (B, N or 1, 1, reach), with -inf for slots they do not see.
+
+        Args:
+            dtype: The dtype of the scores.
+            slopes: ALiBi's slope of each query head; empty without ALiBi.
+            window: Number of tokens that a query sees, its own and those right before it; None for all.
+        """
+        unseen_BT = (self.distance < 0) | (self.distance >= (self.reach if window is None else window))
+        slopes_N1 = torch.tensor(slopes or [0.0], dtype=dtype, device=self.distance.device)[:, None]
+        return (-slopes_N1 * self.distance[:, None]).masked_fill(unseen_BT[:, None], -math.inf)[:, :, None]
 
 
 class Incremental:
@@ -106,38 +115,3 @@ def going_on(modules: Iterable[Incremental], sequences: KVCache) -> Iterator[Non
     finally:
         for one in modules:
             one.sequences = None
-
-
-def attend_to_cache(
-    q_BNSd: Tensor,
-    k_BKTd: Tensor,
-    v_BKTd: Tensor,
-    distance_BT: Tensor,
-    slopes: list[float] | None = None,
-    window: int | None = None,
-    cap: float | None = None,
-) -> Tensor:
-    """Compute softmax(q k^T / sqrt(d)) v for queries at given positions, each of which sees slots 0 to its own.
-
-    Args:
-        q_BNSd: Queries. All S of a sequence are at the same position.
-        k_BKTd: Keys by position.
-        v_BKTd: Values by position.
-        distance_BT: Distance from each slot to the position of the sequence's queries.
-        slopes: ALiBi's slope of each query head; None for no ALiBi.
-        window: Number of tokens that a query sees, its own and those right before it; None for all.
-        cap: Soft cap of the scores; None for no cap.
-
-    Returns:
-        The attention (B, N, S, d).
-    """
-    (B, N, S, d), (K, T) = q_BNSd.shape, k_BKTd.shape[1:3]
-    q_BKRd = (q_BNSd / math.sqrt(d)).reshape(B, K, N // K * S, d)
-    scores_BNST = bent(in_fp32(q_BKRd @ k_BKTd.transpose(-2, -1)).view(B, N, S, T), cap)
-    if slopes is not None:
-        slopes_N1 = torch.tensor(slopes, dtype=scores_BNST.dtype, device=q_BNSd.device)[:, None]
-        scores_BNST = scores_BNST - (slopes_N1 * distance_BT[:, None])[:, :, None]
-    unseen_BT = distance_BT < 0 if window is None else (distance_BT < 0) | (distance_BT >= window)
-    scores_BNST = scores_BNST.masked_fill(unseen_BT[:, None, None], -math.inf)
-    weights_BKRT = scores_BNST.softmax(dim=-1).to(v_BKTd.dtype).view(B, K, N // K * S, T)
-    return (weights_BKRT @ v_BKTd).view(B, N, S, d)

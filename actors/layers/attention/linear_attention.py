@@ -68,9 +68,8 @@ class LinearAttention(nn.Module):
         q, k, v = (y(x_BSD).unflatten(-1, (-1, self.width)).transpose(1, 2) for y in (self.q, self.k, self.v))
         q, k = F.elu(q) + 1, F.elu(k) + 1
         if state is None:
-            state = LinearState(
-                k.new_zeros(*k.shape[:2], self.width, self.width), k.new_zeros(*k.shape[:2], self.width)
-            )
+            sums = k.new_zeros(*k.shape[:2], self.width, self.width)
+            state = LinearState(sums, sums[..., 0])
         made = []
         for q_BNCd, k_BNCd, v_BNCd in zip(*(part.split(self.chunk, 2) for part in (q, k, v)), strict=True):
             weights_BNCC = (q_BNCd @ k_BNCd.mT).tril()

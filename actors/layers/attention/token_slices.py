@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -111,9 +111,8 @@ class TokenSlices:
 
         kept.put(start, self.now.count, k_BKSd, v_BKSd)
         if learns:
-            out: Tensor = _OfSlice.apply(  # type: ignore[no-untyped-call]
-                q_BNSd, k_BKSd, v_BKSd, attend, kept, start, core.recomputes, free
-            )
+            work = _SliceWork(attend, kept, start, free)
+            out: Tensor = _OfSlice.apply(q_BNSd, k_BKSd, v_BKSd, work, core.recomputes)  # type: ignore[no-untyped-call]
             return out
         if is_last and (torch.is_grad_enabled() or not core.training):  # no backward follows
             free()
@@ -160,44 +159,47 @@ class SlicedKeysValues:
         return [sums[:, :, start:stop].clone() for sums in self._gradients]
 
 
+class _SliceWork(NamedTuple):
+    """The work on a slice in one layer.
+
+    Attributes:
+        attend: Computes the attention.
+        kept: The keys and values of the microbatch.
+        start: Where the slice begins.
+        free: Frees ``kept``.
+    """
+
+    attend: Attend
+    kept: SlicedKeysValues
+    start: int
+    free: Callable[[], None]
+
+
 class _OfSlice(torch.autograd.Function):
     """The attention of a slice, whose backward adds to the gradients of earlier slices' keys and values."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q_BNSd: Tensor,
-        k_BKSd: Tensor,
-        v_BKSd: Tensor,
-        attend: Attend,
-        kept: SlicedKeysValues,
-        start: int,
-        again: bool,
-        free: Callable[[], None],
-    ) -> Tensor:
-        every = kept.until(start + q_BNSd.shape[2])
+    def forward(ctx: Any, q_BNSd: Tensor, k_BKSd: Tensor, v_BKSd: Tensor, work: _SliceWork, again: bool) -> Tensor:
+        every = work.kept.until(work.start + q_BNSd.shape[2])
         leaves = [x.detach().requires_grad_() for x in (q_BNSd, *every)]
-        ctx.attend = attend
-        ctx.kept = kept
-        ctx.start = start
-        ctx.free = free
+        ctx.work = work
         ctx.leaves, ctx.tail = leaves, None
         if again:
-            return attend(*leaves)
+            return work.attend(*leaves)
         with torch.enable_grad():
-            out = attend(*leaves)
+            out = work.attend(*leaves)
             ctx.tail = GraphEnd((out,))
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        tail = ctx.tail
+        tail, work = ctx.tail, ctx.work
         if tail is None:
             with torch.enable_grad():
-                tail = GraphEnd((ctx.attend(*ctx.leaves),))
+                tail = GraphEnd((work.attend(*ctx.leaves),))
         dq, dk, dv = tail.gradients((gradient,), ctx.leaves)
-        own = ctx.kept.add(ctx.start, dk, dv)
+        own = work.kept.add(work.start, dk, dv)
         ctx.leaves = ctx.tail = None
-        if ctx.start == 0:
-            ctx.free()
-        return (dq, *own, None, None, None, None, None)
+        if work.start == 0:
+            work.free()
+        return (dq, *own, None, None)

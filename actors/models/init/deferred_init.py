@@ -128,10 +128,8 @@ class Recording:
         parts = [part for module in modules for part in module.modules()]
         slots = [slot for part in parts for slot in slots_of(part) if slot[2].is_meta]
         whole = {id(tensor): tensor for _, _, tensor in slots}  # a parameter that two modules share stays one object
-        made = {
-            key: as_kind_of(whole[key], value)
-            for key, value in zip(whole, self.values(whole.values(), seed), strict=True)
-        }
+        values = self.values(whole.values(), seed)
+        made = {key: as_kind_of(whole[key], value) for key, value in zip(whole, values, strict=True)}
         for table, name, tensor in slots:
             table[name] = made[id(tensor)]
 
@@ -200,7 +198,7 @@ class _NotMeta(TorchFunctionMode):
         return False if func == _IS_META else func(*args, **(kwargs or {}))
 
 
-class _NoFilling(DispatchMode):
+class Unfilled(DispatchMode):
     """Dispatch mode that skips ops that fill a tensor with random values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -214,6 +212,20 @@ def slots_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """
     for table in (module._parameters, module._buffers, vars(module)):
         yield from ((table, name, value) for name, value in table.items() if isinstance(value, Tensor))
+
+
+def named_slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str, Tensor]]:
+    """Return each tensor of a layer as (the module's dict that holds it, its name there, its full name, the tensor).
+
+    Args:
+        prefix: The name of the layer; "" for names in the layer.
+        layer: The layer.
+    """
+    return [
+        (table, inner, f"{path}.{inner}".lstrip("."), tensor)
+        for path, module in layer.named_modules(prefix=prefix)
+        for table, inner, tensor in slots_of(module)
+    ]
 
 
 def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
@@ -233,16 +245,11 @@ def as_kind_of(tensor: Tensor, value: Tensor) -> Tensor:
     return made
 
 
-def on_meta(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that ``build`` makes, on the meta device."""
-    with _META:
-        return unfilled(build)
-
-
-def unfilled(build: Callable[[], Iterable[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that ``build`` makes, without drawing random values for their weights."""
-    with _NoFilling():
-        return list(build())
+@contextmanager
+def on_meta() -> Iterator[None]:
+    """Make the modules of the context on the meta device."""
+    with _META, Unfilled():
+        yield
 
 
 def record(build: Callable[[], Sequence[nn.Module]], seed: int) -> tuple[list[nn.Module], Recording]:

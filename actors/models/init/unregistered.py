@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import has_gradient_hooks, num_writes, storage_id
-from raypar.actors.models.init.deferred_init import slots_of
+from raypar.actors.models.init.deferred_init import named_slots, slots_of
 
 _MOST = 1_000_000  # most Python objects to search: this takes about a second
 _FIRST = (nn.Module, Tensor, FunctionType, MethodType, CellType)  # they are searched before all others
@@ -52,7 +52,7 @@ def borrowed(modules: Sequence[nn.Module]) -> list[Borrowed]:
     Args:
         modules: All layers of a model.
     """
-    registered = [_registered(module) for module in modules]
+    registered = [{storage_id(tensor): name for *_, name, tensor in named_slots("", module)} for module in modules]
     owners = {key: (index, name) for index, tensors in enumerate(registered) for key, name in tensors.items()}
     found: dict[tuple[int, int], Borrowed] = {}
     tensorless = _tensorless(modules)
@@ -101,9 +101,7 @@ def unsearched(modules: Sequence[nn.Module]) -> list[int]:
         modules: All layers of a model.
     """
     tensorless = _tensorless(modules)
-    return [
-        index for index, module in enumerate(modules) if any(found is None for found in _reached([module], tensorless))
-    ]
+    return [at for at, module in enumerate(modules) if any(one is None for one in _reached([module], tensorless))]
 
 
 def shared_buffers(modules: Sequence[nn.Module]) -> list[tuple[tuple[int, str], tuple[int, str]]]:
@@ -168,15 +166,6 @@ def demand_real(modules: Sequence[nn.Module], replaced: Iterable[Tensor] = ()) -
             )
 
 
-def _registered(module: nn.Module) -> dict[int, str]:
-    """Return the names of a layer's tensors by their memory."""
-    return {
-        storage_id(tensor): f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        for _, name, tensor in slots_of(part)
-    }
-
-
 def _aliases(modules: Sequence[nn.Module]) -> Iterator[Borrowed]:
     """Yield the tensors of layers that would not follow another layer's trainable parameter.
 
@@ -185,16 +174,12 @@ def _aliases(modules: Sequence[nn.Module]) -> Iterator[Borrowed]:
     first_uses: dict[tuple[int, int], tuple[int, str, Tensor]] = {}
     for index, module in enumerate(modules):
         tied = set(map(id, module.parameters()))
-        for path, part in module.named_modules():
-            for _, name, tensor in slots_of(part):
-                key, own = (
-                    (storage_id(tensor), int(tensor.storage_offset())),
-                    (index, f"{path}.{name}".lstrip("."), tensor),
-                )
-                owner, known, first = first_uses.setdefault(key, own)
-                trains = isinstance(first, nn.Parameter) and first.requires_grad
-                if owner != index and trains and (first is not tensor or id(tensor) not in tied):
-                    yield Borrowed(index, owner, known)
+        for *_, name, tensor in named_slots("", module):
+            key = storage_id(tensor), int(tensor.storage_offset())
+            owner, known, first = first_uses.setdefault(key, (index, name, tensor))
+            trains = isinstance(first, nn.Parameter) and first.requires_grad
+            if owner != index and trains and (first is not tensor or id(tensor) not in tied):
+                yield Borrowed(index, owner, known)
 
 
 def unregistered(modules: Sequence[nn.Module], tensorless: Iterable[int] = ()) -> Iterator[Tensor]:

@@ -202,9 +202,8 @@ def plan_of(config: Any) -> dict[str, str]:
     if unknown := sorted({style for style in declared.values() if style not in _STYLES}):
         raise ValueError(f"its base_model_tp_plan has styles that raypar has not: {', '.join(unknown)}")
     first = parts_of(config.base_model_pp_plan or {}).embedding  # is in the first layer alone
-    return {
-        f"layers.{0 if name == first else '*'}{THEIRS}model.{name}": _STYLES[style] for name, style in declared.items()
-    }
+    layers = {name: "0" if name == first else "*" for name in declared}
+    return {f"layers.{layers[name]}{THEIRS}model.{name}": _STYLES[style] for name, style in declared.items()}
 
 
 def renames(model_type: str) -> bool:

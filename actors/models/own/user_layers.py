@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cached_property
 from numbers import Real
@@ -18,7 +18,15 @@ from raypar.actors.autograd.torch_private import num_writes
 from raypar.actors.errors import blame
 from raypar.actors.hugging_face.weights import FolderWeights
 from raypar.actors.models.base import Model, Parallelize, unsharded
-from raypar.actors.models.init.deferred_init import Recording, as_kind_of, on_meta, record, seeded, slots_of
+from raypar.actors.models.init.deferred_init import (
+    Recording,
+    as_kind_of,
+    named_slots,
+    on_meta,
+    record,
+    seeded,
+    slots_of,
+)
 from raypar.actors.models.init.unregistered import demand_real, has_strays
 from raypar.actors.models.own.module_source_lines import made_at, note_copy, noted_lines
 from raypar.actors.models.own.user_plan import tensor_plan_of
@@ -84,13 +92,14 @@ class LayersModel(Model):
         every actor takes names and shapes from it.
         """
         own = _copied(self.skeleton, layers)
-        whole = {name: tensor for index in layers for *_, name, tensor in _slots(str(index), own[str(index)])}
-        named = _parallelized(parallelize, own)
+        whole = {name: tensor for index in layers for *_, name, tensor in named_slots(str(index), own[str(index)])}
+        with on_meta():  # in one call, so that a module that two layers share is replaced once
+            named = parallelize("layers", own)
         shards = {id(whole[name]): shard for name, shard in named.items()}
         names = {id(tensor): f"layers.{name}" for name, tensor in whole.items()}
         made: dict[int, Tensor] = {}
         for index in layers:
-            slots = [slot for slot in _slots(str(index), own[str(index)]) if slot[2] in whole]
+            slots = [slot for slot in named_slots(str(index), own[str(index)]) if slot[2] in whole]
             new = {id(whole[name]): whole[name] for *_, name, _ in slots if id(whole[name]) not in made}
             read = {key: tensor for key, tensor in new.items() if self._folder is not None and _is_weight(tensor)}
             for key, tensor in read.items():
@@ -116,7 +125,7 @@ class LayersModel(Model):
         """Read the whole weights of some layers from the folder."""
         made: dict[int, Tensor] = {}
         for index, module in zip(layers, own, strict=True):
-            for table, inner, name, tensor in _slots(self.names[index], module):
+            for table, inner, name, tensor in named_slots(self.names[index], module):
                 if _is_weight(tensor) and tensor.is_meta:
                     if id(tensor) not in made:
                         made[id(tensor)] = as_kind_of(tensor, self._part(name, tensor, Shard(tuple(tensor.shape))))
@@ -148,9 +157,8 @@ class LayersModel(Model):
         counted = self._spec.count(unwrap(target))
         number = counted.item() if isinstance(counted, Tensor) and counted.numel() == 1 else counted
         if not isinstance(number, int) or number < 0:
-            raise ValueError(
-                f"model.count returns {counted!r}: return of how many elements the loss is the mean, as an int"
-            )
+            fix = "return of how many elements the loss is the mean, as an int"
+            raise ValueError(f"model.count returns {counted!r}: {fix}")
         return int(number)
 
     def loss(self, output: Values, target: Values) -> Tensor:
@@ -162,9 +170,8 @@ class LayersModel(Model):
             raise
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(
-                f"the loss must be one floating number, it is {shape}: return the mean over the microbatch"
-            )
+            fix = "return the mean over the microbatch"
+            raise ValueError(f"the loss must be one floating number, it is {shape}: {fix}")
         return loss.reshape(())
 
     def metrics(self, output: Values, target: Values) -> Values:
@@ -285,36 +292,8 @@ def _copied(modules: Sequence[nn.Module], layers: Sequence[int]) -> nn.ModuleDic
     return nn.ModuleDict(dict(zip(map(str, layers), copies, strict=True)))
 
 
-def _parallelized(parallelize: Parallelize, own: nn.ModuleDict) -> Mapping[str, Shard]:
-    """Shard layers in place, in one call, so that a module that two layers share is replaced once.
-
-    Returns:
-        This actor's part of each sharded parameter, by "<layer index>.<name inside the layer>".
-    """
-    shards: dict[str, Shard] = {}
-
-    def build() -> Iterable[nn.Module]:
-        shards.update(parallelize("layers", own))
-        return ()
-
-    on_meta(build)
-    return shards
-
-
 def _is_weight(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
-
-
-def _slots(prefix: str, layer: nn.Module) -> list[tuple[dict[str, Any], str, str, Tensor]]:
-    """Return each tensor of a layer as (the module's dict that holds it, its name there, its full name, the tensor).
-
-    Full names start with ``prefix``.
-    """
-    return [
-        (table, inner, f"{path}.{inner}", tensor)
-        for path, module in layer.named_modules(prefix=prefix)
-        for table, inner, tensor in slots_of(module)
-    ]
 
 
 def _shared(names: Sequence[str], modules: Sequence[nn.Module]) -> tuple[tuple[str, str], ...]:

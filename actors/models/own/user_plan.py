@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 
 from torch import nn
 
@@ -74,12 +74,8 @@ def plan_to_give(layers: Mapping[str, nn.Module], tp: int) -> str:
         layers: The model's layers by logical name, without memory (on the meta device).
         tp: Number of tensor-parallel ranks.
     """
-    parts = [
-        (name, module)
-        for layer, whole in layers.items()
-        for name, module in whole.named_modules(prefix=layer)
-        if module._parameters
-    ]
+    every = chain.from_iterable(module.named_modules(prefix=layer) for layer, module in layers.items())
+    parts = [(name, module) for name, module in every if module._parameters]
     for plan in islice(_candidates(parts), _TRIED):
         if not any(plan_faults(plan, layers, tp)):
             return f"give Layers(plan={json.dumps(plan)}), say, or set it to 1"

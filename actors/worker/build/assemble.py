@@ -11,7 +11,7 @@ from torch import nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.context_parallel.sequence import tokens_of
-from raypar.actors.data.batches import CastSource, ContextSource, SlicedSource, TokenMean, batch_source
+from raypar.actors.data.batches import TokenMean, batch_source, cast_source, context_source, sliced_source
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.expert_parallel.record import RouterRecord
@@ -255,12 +255,12 @@ def _flow_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Stage
     source = batch_source(run.data, run.model, run.micro_batch_size, train.microbatches_a_step, run.mesh.dp, run.seed)
     if part.model.slices is not None and train.slices > 1:
         part.model.slices.count, part.model.slices.replicas = train.slices, run.mesh.dp
-        source = SlicedSource(source, train.slices)
+        source = sliced_source(source, train.slices)
     mean = TokenMean(part.model, source, train.numbers_a_step, run.mesh.dp)
     if run.mesh.cp > 1:
-        source = ContextSource(source, tokens_of(run.context, run.mesh.cp)[context.cp])
+        source = context_source(source, tokens_of(run.context, run.mesh.cp)[context.cp])
     if run.precision.is_half:
-        source = CastSource(source, dtype_of(run.precision.compute))
+        source = cast_source(source, dtype_of(run.precision.compute))
     if part.model.documents is not None:
 
         def extents(program: ProgramName, step: int, number: int) -> Extents:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from raypar.actors.data.batches import FunctionSource
+from raypar.actors.data.batches import function_source
 from raypar.actors.models.base import IGNORED
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Transformer
@@ -23,7 +23,7 @@ def token_faults(run: Run) -> list[str]:
     if not isinstance(run.data, Batches) or not isinstance(run.model, Transformer):
         return []
     try:
-        source = FunctionSource(run.data)
+        source = function_source(run.data)
         inputs, targets = source.inputs("train", 0, 0, 0), source.targets("train", 0, 0, 0)
     except Exception:  # its files may be where only the actors are
         return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from raypar.actors.data.batches import FunctionSource
+from raypar.actors.data.batches import function_source
 from raypar.actors.data.examples.example_batches import open_sequences
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.data.tokenizers.tokenizer import Tokenizer
@@ -23,7 +23,7 @@ _IMPURE = (
 
 def _first_batch(data: Batches, dp: int) -> bytes:
     """Return the digest of a replica's first batch."""
-    source, index = FunctionSource(data), (0, 0, dp)
+    source, index = function_source(data), (0, 0, dp)
     values = source.inputs("train", *index) + source.targets("train", *index)
     return digest({str(number): value for number, value in enumerate(values)})
 

@@ -114,20 +114,16 @@ def test_neighbours_and_epochs_and_seeds_are_unrelated():
 
 def test_shapes_types_and_labels():
     batches = TokenBatches(numbers(), seq=10, micro_batch_size=3, microbatches=4, num_dp=2, seed=5)
-    for both, tokens, labels in (
-        (batches.train, batches.train_tokens, batches.train_labels),
-        (batches.val, batches.val_tokens, batches.val_labels),
-    ):
-        x, y = both(7, 3, 1)
+    for program in ("train", "evaluate"):
+        x, y = batches.tokens(program, 7, 3, 1), batches.labels(program, 7, 3, 1)
         assert x.shape == y.shape == (3, 10) and x.dtype == y.dtype == torch.int64
         assert torch.equal(y, x + 1)  # token k of this corpus is k
-        assert torch.equal(tokens(7, 3, 1), x) and torch.equal(labels(7, 3, 1), y)
 
 
 def test_same_arguments_same_batch_other_seed_other_batch():
     make = [TokenBatches(numbers(), 10, 2, 4, 1, seed) for seed in (3, 3, 4)]
-    make[0].train(9, 1)
-    a, b, c = (batches.train(2, 1)[0] for batches in make)
+    make[0].tokens("train", 9, 1)
+    a, b, c = (batches.tokens("train", 2, 1) for batches in make)
     assert torch.equal(a, b) and not torch.equal(a, c)
 
 
@@ -136,7 +132,7 @@ def test_an_epoch_of_batches_holds_every_window_once():
     epochs = []
     for epoch in range(2):
         steps = range(epoch * 5, epoch * 5 + 5)
-        starts = [batches.train_tokens(s, m, d)[:, 0] for s in steps for m in range(2) for d in range(2)]
+        starts = [batches.tokens("train", s, m, d)[:, 0] for s in steps for m in range(2) for d in range(2)]
         epochs.append(torch.cat(starts))
         assert torch.equal(torch.sort(epochs[-1]).values, torch.arange(0, 1000, 10))
     assert not torch.equal(*epochs)
@@ -144,39 +140,40 @@ def test_an_epoch_of_batches_holds_every_window_once():
 
 def test_a_batch_may_lie_across_two_epochs():
     batches = TokenBatches(numbers(train=71), seq=10, micro_batch_size=5, microbatches=1)
-    starts = torch.cat([batches.train_tokens(step, 0)[:, 0] for step in range(7)])  # 35 samples, 5 epochs of 7
+    starts = torch.cat([batches.tokens("train", step, 0)[:, 0] for step in range(7)])  # 35 samples, 5 epochs of 7
     for epoch in starts.split(7):
         assert torch.equal(torch.sort(epoch).values, torch.arange(0, 70, 10))
 
 
 @pytest.mark.parametrize(("microbatches", "num_dp"), [(8, 1), (4, 2), (2, 4), (1, 8)])
-@pytest.mark.parametrize("part", ["train_tokens", "val_tokens"])
-def test_a_step_takes_the_same_samples_however_they_are_divided(microbatches, num_dp, part):
+@pytest.mark.parametrize("program", ["train", "evaluate"])
+def test_a_step_takes_the_same_samples_however_they_are_divided(microbatches, num_dp, program):
     def step(m, d):
-        read = getattr(TokenBatches(numbers(), 10, 2, m, d), part)
-        return torch.cat([read(3, i, j) for i in range(m) for j in range(d)])
+        batches = TokenBatches(numbers(), 10, 2, m, d)
+        return torch.cat([batches.tokens(program, 3, i, j) for i in range(m) for j in range(d)])
 
     assert torch.equal(step(microbatches, num_dp), step(8, 1))
 
 
 def test_validation_is_in_order_and_starts_again():
     batches = TokenBatches(numbers(train=100, val=36), seq=5, micro_batch_size=2, microbatches=2)
-    starts = torch.cat([batches.val_tokens(step, m)[:, 0] for step in range(3) for m in range(2)])
+    starts = torch.cat([batches.tokens("evaluate", step, m)[:, 0] for step in range(3) for m in range(2)])
     assert (starts - 100).tolist() == [0, 5, 10, 15, 20, 25, 30, 0, 5, 10, 15, 20]
 
 
 def test_training_never_sees_validation():
     batches = TokenBatches(numbers(train=101, val=51), seq=10, micro_batch_size=10, microbatches=1)
-    assert max(int(batches.train_labels(step, 0).max()) for step in range(5)) == 100
-    assert min(int(batches.val_tokens(step, 0).min()) for step in range(5)) == 101
+    assert max(int(batches.labels("train", step, 0).max()) for step in range(5)) == 100
+    assert min(int(batches.tokens("evaluate", step, 0).min()) for step in range(5)) == 101
 
 
 @pytest.mark.parametrize("place", [(-1, 0, 0), (0, 2, 0), (0, -1, 0), (0, 0, 2), (0, 0, -1)])
 def test_a_place_outside_of_the_job_is_refused(place):
     batches = TokenBatches(numbers(), 10, 2, microbatches=2, num_dp=2)
-    for read in (batches.train, batches.val):
-        with pytest.raises(ValueError, match="outside"):
-            read(*place)
+    for read in (batches.tokens, batches.labels):
+        for program in ("train", "evaluate"):
+            with pytest.raises(ValueError, match="outside"):
+                read(program, *place)
 
 
 @pytest.mark.parametrize(("train", "val", "name"), [(10, 100, "training"), (100, 10, "validation")])
@@ -195,11 +192,11 @@ def test_reading_a_batch_costs_little():
         microbatches=8,
         num_dp=2,
     )
-    batches.train(0, 0)
+    batches.tokens("train", 0, 0)
     best = float("inf")
     for step in range(200):
         start = time.perf_counter()
-        batches.train(step, 1, 1)
+        batches.tokens("train", step, 1, 1), batches.labels("train", step, 1, 1)
         best = min(best, time.perf_counter() - start)
     assert best < 0.5e-3  # 0.1 ms here; an index of all windows or a loop over tokens takes longer
 
@@ -261,7 +258,7 @@ def test_val_path_is_the_validation_text(text, tmp_path):
 def test_stdlib_batches_are_python(tmp_path):
     corpus = open_corpus(Text(cache=str(tmp_path)), 256)
     assert len(corpus.train) > 9 * len(corpus.val) - 9 > 1_000_000
-    sample = TokenBatches(corpus, 256, 8, 1).train_tokens(0, 0)
+    sample = TokenBatches(corpus, 256, 8, 1).tokens("train", 0, 0)
     assert " " in bytes(sample.flatten().tolist()).decode(errors="replace")
     assert text_faults(Text(cache=str(tmp_path)), 256, 256) == []
 

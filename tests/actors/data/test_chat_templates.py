@@ -158,7 +158,7 @@ def found(folder, record):
         one = example_as_text(record, tokenizer.template, tokenizer.end, learns_all=False)
     except ExampleError:
         return None
-    (tokens,) = tokenizer.tokenized([one])
+    (tokens,) = tokenizer.tokens_with_loss_mask([one])
     return tokens.ids.tolist(), tokens.loss_mask.tolist()
 
 
@@ -280,7 +280,7 @@ def test_named_templates_may_be_files_and_go_before_the_settings(tmp_path):
 
 def test_marks_leave_nothing_in_the_text_however_they_are_spelled(tmp_path):
     template = "{%+ generation %}a{%+ endgeneration +%}b"
-    one = Tokenizer(str(made_tokenizer(tmp_path, template))).template.written(talk("hi", "hello"), [1])
+    one = Tokenizer(str(made_tokenizer(tmp_path, template))).template.text_and_learned_spans(talk("hi", "hello"), [1])
     assert (one.text, list(one.learned)) == ("ab", [(0, 1)])
 
 

@@ -186,7 +186,7 @@ def test_a_conversation_that_is_too_long_is_cut_and_one_without_answers_left_out
 
 def test_without_a_tokenizer_the_bytes_of_what_is_learned_are():
     text = "é? für 日!"
-    (found,) = Tokenizer(None).tokenized([ExampleText(text, [(3, 6), (7, 9)])])
+    (found,) = Tokenizer(None).tokens_with_loss_mask([ExampleText(text, [(3, 6), (7, 9)])])
     assert bytes(found.ids.astype("uint8")).decode() == text
     learned = [byte for byte, is_so in zip(found.ids.tolist(), found.loss_mask.tolist(), strict=True) if is_so]
     assert bytes(learned).decode() == "für日!"

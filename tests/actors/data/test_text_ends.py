@@ -37,7 +37,9 @@ def folder_of(path, form, **settings):
 
 
 def ids_of(tokenizer, record):
-    (found,) = tokenizer.tokenized([example_as_text(record, tokenizer.template, tokenizer.end, learns_all=False)])
+    (found,) = tokenizer.tokens_with_loss_mask(
+        [example_as_text(record, tokenizer.template, tokenizer.end, learns_all=False)]
+    )
     return found.ids.tolist(), found.loss_mask.tolist()
 
 
@@ -60,7 +62,7 @@ def test_a_text_has_the_front_once_and_one_end_that_is_learned(tmp_path, form):
 
 def test_what_a_chat_template_wrote_gets_nothing_more(tmp_path):
     path, _ = folder_of(tmp_path, "both", **EOS)
-    (found,) = Tokenizer(str(path)).tokenized([ExampleText("<bos> a b <eos>", [(0, 15)], is_chat=True)])
+    (found,) = Tokenizer(str(path)).tokens_with_loss_mask([ExampleText("<bos> a b <eos>", [(0, 15)], is_chat=True)])
     assert found.ids.tolist() == [1, 4, 5, 2]
 
 
@@ -99,6 +101,6 @@ def test_a_prompt_begins_as_a_text_for_training_does(tmp_path):
 def test_bytes_have_neither():
     tokenizer = Tokenizer(None)
     assert tokenizer.prompted("ab") == (97, 98)
-    (found,) = tokenizer.tokenized([example_as_text({"text": "ab"}, None, tokenizer.end, learns_all=False)])
+    (found,) = tokenizer.tokens_with_loss_mask([example_as_text({"text": "ab"}, None, tokenizer.end, learns_all=False)])
     assert found.ids.dtype == np.uint32
     assert found.ids.tolist() == [97, 98]

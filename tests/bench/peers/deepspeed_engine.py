@@ -53,7 +53,10 @@ def deepspeed_engine(
     def step(number: int) -> float:
         losses: list[Any] = []
         for microbatch in range(run.microbatches):
-            tokens, labels = batches.train(number, microbatch, dp)
+            tokens, labels = (
+                batches.tokens("train", number, microbatch, dp),
+                batches.labels("train", number, microbatch, dp),
+            )
             loss = model.loss((engine(tokens),), (labels,))
             engine.backward(loss)  # divided by the number of microbatches there
             engine.step()  # updates behind the last one

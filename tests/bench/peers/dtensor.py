@@ -44,7 +44,7 @@ def divided(run: rp.Run, *, sequence: bool) -> LocalTrainer:
             optimizer.zero_grad()
         losses = []
         for microbatch in range(run.microbatches):
-            tokens, labels = batches.train(number, microbatch, 0)
+            tokens, labels = batches.tokens("train", number, microbatch), batches.labels("train", number, microbatch)
             with loss_parallel():
                 loss = model.loss((module(tokens),), (labels,))
                 (loss / run.microbatches).backward()

@@ -63,9 +63,9 @@ def pipeline(run: rp.Run, schedule: str, chunks: int) -> LocalTrainer:
         every = range(run.microbatches)
         tokens, told = (), {}
         if rank == 0:
-            tokens = (torch.cat([batches.train_tokens(number, microbatch) for microbatch in every]),)
+            tokens = (torch.cat([batches.tokens("train", number, microbatch) for microbatch in every]),)
         if is_last:
-            labels = torch.cat([batches.train_labels(number, microbatch) for microbatch in every])
+            labels = torch.cat([batches.labels("train", number, microbatch) for microbatch in every])
             told = {"target": labels, "losses": losses}
         pipe.step(*tokens, **told)
         _clip(list(named.values()), run.clip or math.inf)

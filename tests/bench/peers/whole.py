@@ -81,7 +81,8 @@ def training_loop(
         losses = []
         for microbatch in range(run.microbatches):
             with early() if microbatch < run.microbatches - 1 else nullcontext():
-                tokens, labels = map(moved, batches.train(number, microbatch, dp))
+                tokens = moved(batches.tokens("train", number, microbatch, dp))
+                labels = moved(batches.labels("train", number, microbatch, dp))
                 with torch.autocast(device.type, dtype_of(precision.compute)) if casts else nullcontext():
                     loss = objective(tokens, labels)
                 scaler.scale(loss / run.microbatches).backward()
