@@ -21,8 +21,8 @@ from raypar.actors.collective.gpu.nccl import NcclGroup
 from raypar.actors.collective.gpu.staged import StagedGroup
 from raypar.actors.collective.group import Group, GroupMember
 from raypar.actors.collective.hierarchical import HierarchicalGroup
+from raypar.actors.collective.rendezvous import Introduction, introduce
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.rendezvous import Introduction, introduce
 
 Backend = Literal["cpu", "nccl", "cupy", "staged"]
 

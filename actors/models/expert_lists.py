@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
-from raypar.actors.expert_parallel.exchange import ExpertShard
 from raypar.actors.expert_parallel.experts import DividedExperts, run_experts
+from raypar.actors.expert_parallel.token_exchange import TokenExchange
 from raypar.actors.models.module_tree import replace_modules
 from raypar.actors.models.parallel_style import Applied, ParallelStyle
 from raypar.actors.sharding import Pieces
@@ -44,7 +44,7 @@ class ExpertParallel(ParallelStyle):
             first, last = Pieces.at(self.group.rank - self.holders.start, len(self.holders)).span(len(order))
             own = {number: module[number] for number in order[first:last]}
         module._modules.clear()  # the replacement gets the modules that are left here
-        shard = ExpertShard(own, order, self.group, self.holders, self.tokens, self.shadows, self.rounds)
+        shard = TokenExchange(own, order, self.group, self.holders, self.tokens, self.shadows, self.rounds)
         return Applied(shard)
 
 

@@ -6,8 +6,8 @@ from contextlib import closing
 from functools import partial
 
 from raypar.actors.collective.group import GroupMember
+from raypar.actors.collective.rendezvous import introduce
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.rendezvous import introduce
 
 
 def shm_group(name, axis, rank, size, timeout, *, store, connect_timeout=60.0):

@@ -14,7 +14,7 @@ from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.errors import first_line
-from raypar.actors.expert_parallel.exchange import ExpertLayer, strip
+from raypar.actors.expert_parallel.token_exchange import ExpertsWithoutTokens, strip
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.high_water import HighWater
 from raypar.actors.machine.offload_storage import DeviceStorage, OffloadStorage
@@ -101,7 +101,7 @@ class LayerMaker:
         is_expert, seed = self.plan.world.is_expert(self.plan.rank), self.plan.run.seed
         layers = self.model.materialize(indices, seed, self._stripped if is_expert else self.parallelize)
         if is_expert:
-            layers = [ExpertLayer(layer) for layer in layers]
+            layers = [ExpertsWithoutTokens(layer) for layer in layers]
         self.device.settle(layers)
         self.modules.update(zip(indices, layers, strict=True))
 

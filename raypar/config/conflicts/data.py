@@ -12,7 +12,7 @@ from raypar.actors.data.text.token_batches import text_faults as text_faults
 from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
-from raypar.config.conflicts.settings import GRID, OWN_LAYERS
+from raypar.config.conflicts.named_settings import GRID, OWN_LAYERS
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 
 

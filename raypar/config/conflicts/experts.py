@@ -10,8 +10,8 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.not_yet import HYBRID_EXPERTS, not_yet
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
+from raypar.config.conflicts.named_settings import EP, EXPERT_ACTORS, GRID, OWN_LAYERS, SERVERS, TILES
 from raypar.config.conflicts.parallel import multiples_near
-from raypar.config.conflicts.settings import EP, EXPERT_ACTORS, GRID, OWN_LAYERS, SERVERS, TILES
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, several
 
 

@@ -14,7 +14,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.safetensors_header import ITEM, FileTensor
 from raypar.actors.specs.lora import LAYERS, LORA, OF_PARTS, Adaptable, Lora, Targets, is_adapter
 from raypar.actors.specs.model import GPT, Layers, Llama, Transformer
-from raypar.config.conflicts.settings import ADAPTERS, GRID, TILES
+from raypar.config.conflicts.named_settings import ADAPTERS, GRID, TILES
 from raypar.config.fields import short_repr
 from raypar.config.rules import Conflict, Examined, RunRule
 

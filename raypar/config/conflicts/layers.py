@@ -10,10 +10,19 @@ from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.recompute import recompute_faults
 from raypar.config.conflicts.experts import idle_expert_faults
+from raypar.config.conflicts.named_settings import (
+    EXPERT_ACTORS,
+    EXPERTS,
+    HALVES,
+    OWN_LAYERS,
+    RANK_TP,
+    SERVERS,
+    TENSOR,
+    TILES,
+)
 from raypar.config.conflicts.parallel import divisors_near
 from raypar.config.conflicts.replicas import share_faults, sharing_faults
 from raypar.config.conflicts.schedules import unversioned_weight_faults
-from raypar.config.conflicts.settings import EXPERT_ACTORS, EXPERTS, HALVES, OWN_LAYERS, RANK_TP, SERVERS, TENSOR, TILES
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 
 

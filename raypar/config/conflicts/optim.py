@@ -9,7 +9,7 @@ from raypar.actors.models.skeleton import Skeleton, with_its_names
 from raypar.actors.optim.groups import Rule, is_matrix, is_named, optimizer_patterns, rule_of
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.optim import Muon
-from raypar.config.conflicts.settings import EMA, SERVERS
+from raypar.config.conflicts.named_settings import EMA, SERVERS
 from raypar.config.fields import short_repr
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 

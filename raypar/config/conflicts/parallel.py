@@ -12,7 +12,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import OptimizerSettings
 from raypar.actors.specs.run import Run
-from raypar.config.conflicts.settings import (
+from raypar.config.conflicts.named_settings import (
     CONTEXT,
     DIVIDED_SEQUENCE,
     EP,

@@ -10,7 +10,7 @@ from raypar.actors.machine.files import expanded
 from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.worlds import world_of
-from raypar.config.conflicts.settings import (
+from raypar.config.conflicts.named_settings import (
     EP,
     EXPERT_ACTORS,
     OFFLOAD,

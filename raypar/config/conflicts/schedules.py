@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceChoice
-from raypar.config.conflicts.parallel import divisors_near
-from raypar.config.conflicts.settings import (
+from raypar.config.conflicts.named_settings import (
     CLIP,
     CONTEXT,
     CUDA,
@@ -31,6 +30,7 @@ from raypar.config.conflicts.settings import (
     TIED,
     UNEVEN,
 )
+from raypar.config.conflicts.parallel import divisors_near
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 from raypar.schedules.schedule import Schedule
 

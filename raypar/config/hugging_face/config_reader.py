@@ -16,7 +16,7 @@ from raypar.actors.safetensors_header import FileTensor
 from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, ScalingKind
 from raypar.actors.specs.moe import MoE
 from raypar.config.arguments import checked_arguments
-from raypar.config.hugging_face.config_keys import FAMILIES, REQUIRED, Family, Windows
+from raypar.config.hugging_face.config_fields import FAMILIES, REQUIRED, Family, Windows
 from raypar.config.hugging_face.config_writer import REQUIRED_NAMES, SCALING
 from raypar.config.hugging_face.transformers_model import their_model
 from raypar.errors import ConfigError

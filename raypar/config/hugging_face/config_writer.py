@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raypar.actors.specs.model import GPT, Llama
-from raypar.config.hugging_face.config_keys import FAMILIES, Family
+from raypar.config.hugging_face.config_fields import FAMILIES, Family
 
 _KNOWN = [family.known_fields for family in FAMILIES.values() if family.model is Llama]
 _OF_SOME = frozenset.union(*_KNOWN) - frozenset.intersection(*_KNOWN) - {"gate", "window_first"}  # see ``_settings``

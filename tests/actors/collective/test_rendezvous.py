@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import GroupMember
+from raypar.actors.collective.rendezvous import Introduction, Registration, introduce
 from raypar.actors.collective.shm import rendezvous
 from raypar.actors.collective.shm.group import ShmGroup
-from raypar.actors.collective.shm.rendezvous import Introduction, Registration, introduce
 from raypar.actors.machine.process_identity import own_identity
 from tests.support.introduced import shm_group
 from tests.support.namespaces import OTHER_USER

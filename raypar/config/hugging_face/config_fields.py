@@ -19,7 +19,7 @@ _NO_BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
 
 
 @dataclass(frozen=True)
-class ConfigKey:
+class ConfigField:
     """A setting of a config.json that is a field of a model of raypar.
 
     Attributes:
@@ -89,7 +89,7 @@ class Family:
     """
 
     architecture: str
-    settings: tuple[ConfigKey, ...]
+    settings: tuple[ConfigField, ...]
     model: type[GPT] | type[Llama] = Llama
     activations: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"hidden_act": ("silu", "swish")})
     fixed: Mapping[str, Any] = field(default_factory=lambda: _NO_BIASES)
@@ -169,8 +169,8 @@ def _scalar(model: Llama, before: Any) -> int:
 
 
 def _llama(
-    *own: ConfigKey, tied: bool = False, head_width: int | None = None, pad_id: int | None = None
-) -> tuple[ConfigKey, ...]:
+    *own: ConfigField, tied: bool = False, head_width: int | None = None, pad_id: int | None = None
+) -> tuple[ConfigField, ...]:
     """Return the settings of a family that is built like Llama, with its own ones.
 
     Args:
@@ -178,28 +178,28 @@ def _llama(
         tied, head_width, pad_id: What a config.json means that leaves them out.
     """
     return (
-        ConfigKey("layers", ("num_hidden_layers",), older=("n_layer",)),
-        ConfigKey("hidden", ("hidden_size",)),
-        ConfigKey("heads", ("num_attention_heads",)),
-        ConfigKey("kv_heads", ("num_key_value_heads",), default=None, kept=_kv_heads, write="num_kv_heads"),
-        ConfigKey("head_width", ("head_dim",), default=head_width, kept=_head_width, write="head_size"),
-        ConfigKey("ffn", ("intermediate_size",), write="mlp_width"),
-        ConfigKey("vocab", ("vocab_size",)),
-        ConfigKey("seq", ("max_position_embeddings",), default=2048, kept=_most_seq, write=_positions),
-        ConfigKey("norm_eps", ("rms_norm_eps",), "number", 1e-6),
-        ConfigKey("dropout", ("attention_dropout",), "dropout", 0.0),
-        ConfigKey("tied", ("tie_word_embeddings",), "flag", tied),
-        ConfigKey("pad_id", ("pad_token_id",), "padding", pad_id),
+        ConfigField("layers", ("num_hidden_layers",), older=("n_layer",)),
+        ConfigField("hidden", ("hidden_size",)),
+        ConfigField("heads", ("num_attention_heads",)),
+        ConfigField("kv_heads", ("num_key_value_heads",), default=None, kept=_kv_heads, write="num_kv_heads"),
+        ConfigField("head_width", ("head_dim",), default=head_width, kept=_head_width, write="head_size"),
+        ConfigField("ffn", ("intermediate_size",), write="mlp_width"),
+        ConfigField("vocab", ("vocab_size",)),
+        ConfigField("seq", ("max_position_embeddings",), default=2048, kept=_most_seq, write=_positions),
+        ConfigField("norm_eps", ("rms_norm_eps",), "number", 1e-6),
+        ConfigField("dropout", ("attention_dropout",), "dropout", 0.0),
+        ConfigField("tied", ("tie_word_embeddings",), "flag", tied),
+        ConfigField("pad_id", ("pad_token_id",), "padding", pad_id),
         *own,
     )
 
 
-def _experts(*names: str, top_k: int) -> tuple[ConfigKey, ...]:
+def _experts(*names: str, top_k: int) -> tuple[ConfigField, ...]:
     """Return the settings of experts: how many there are, by these names, and what else all families with them have."""
     return (
-        ConfigKey("moe.experts", names),
-        ConfigKey("moe.top_k", ("num_experts_per_tok",), default=top_k),
-        ConfigKey("moe.alpha", ("router_aux_loss_coef",), "real", 0.001),
+        ConfigField("moe.experts", names),
+        ConfigField("moe.top_k", ("num_experts_per_tok",), default=top_k),
+        ConfigField("moe.alpha", ("router_aux_loss_coef",), "real", 0.001),
     )
 
 
@@ -213,16 +213,16 @@ FAMILIES: Mapping[str, Family] = {  # by the model_type of config.json; of two t
     "gpt2": Family(
         "GPT2LMHeadModel",
         (
-            ConfigKey("layers", ("n_layer",), older=("num_hidden_layers",)),
-            ConfigKey("hidden", ("n_embd",), older=("hidden_size",)),
-            ConfigKey("heads", ("n_head",), older=("num_attention_heads",)),
-            ConfigKey("vocab", ("vocab_size",)),
-            ConfigKey("seq", ("n_positions",), older=("max_position_embeddings",), kept=_most_seq, write=_positions),
-            ConfigKey("mlp", ("n_inner",), default=None, kept=_mlp, write="mlp_width"),
-            ConfigKey("gelu", ("activation_function",), "get", "gelu_new", kept=_gelu, write=_activation),
-            ConfigKey("norm_eps", ("layer_norm_epsilon",), "number", 1e-5),
-            ConfigKey("dropout", ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "dropout", 0.0),
-            ConfigKey("tied", ("tie_word_embeddings",), "flag", True),
+            ConfigField("layers", ("n_layer",), older=("num_hidden_layers",)),
+            ConfigField("hidden", ("n_embd",), older=("hidden_size",)),
+            ConfigField("heads", ("n_head",), older=("num_attention_heads",)),
+            ConfigField("vocab", ("vocab_size",)),
+            ConfigField("seq", ("n_positions",), older=("max_position_embeddings",), kept=_most_seq, write=_positions),
+            ConfigField("mlp", ("n_inner",), default=None, kept=_mlp, write="mlp_width"),
+            ConfigField("gelu", ("activation_function",), "get", "gelu_new", kept=_gelu, write=_activation),
+            ConfigField("norm_eps", ("layer_norm_epsilon",), "number", 1e-5),
+            ConfigField("dropout", ("resid_pdrop", "embd_pdrop", "attn_pdrop"), "dropout", 0.0),
+            ConfigField("tied", ("tie_word_embeddings",), "flag", True),
         ),
         GPT,
         activations={"activation_function": ("gelu", "gelu_new", "gelu_pytorch_tanh")},
@@ -249,9 +249,9 @@ FAMILIES: Mapping[str, Family] = {  # by the model_type of config.json; of two t
     "gemma2": Family(
         "Gemma2ForCausalLM",
         _llama(
-            ConfigKey("query_scale", ("query_pre_attn_scalar",), "number", 256.0, kept=_query_scale, write=_scalar),
-            ConfigKey("attention_cap", ("attn_logit_softcapping",), "cap", 50.0),
-            ConfigKey("logit_cap", ("final_logit_softcapping",), "cap", 30.0),
+            ConfigField("query_scale", ("query_pre_attn_scalar",), "number", 256.0, kept=_query_scale, write=_scalar),
+            ConfigField("attention_cap", ("attn_logit_softcapping",), "cap", 50.0),
+            ConfigField("logit_cap", ("final_logit_softcapping",), "cap", 30.0),
             tied=True,
             head_width=256,
             pad_id=0,
@@ -278,9 +278,9 @@ FAMILIES: Mapping[str, Family] = {  # by the model_type of config.json; of two t
         "Qwen3MoeForCausalLM",
         _llama(
             *_experts("num_experts", "num_local_experts", top_k=8),
-            ConfigKey("moe.normalise", ("norm_topk_prob",), "flag", False, write="moe.normalises"),
-            ConfigKey("moe.width", ("moe_intermediate_size",), write="expert_width"),
-            ConfigKey("moe.every", ("decoder_sparse_step",), default=1),
+            ConfigField("moe.normalise", ("norm_topk_prob",), "flag", False, write="moe.normalises"),
+            ConfigField("moe.width", ("moe_intermediate_size",), write="expert_width"),
+            ConfigField("moe.every", ("decoder_sparse_step",), default=1),
         ),
         fixed={**_NO_BIASES, "mlp_only_layers": []},  # experts are in every so many blocks
         fields={"qk_norm": True},

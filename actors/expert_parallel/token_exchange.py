@@ -24,7 +24,7 @@ from raypar.actors.sharding import Pieces
 from raypar.actors.tensors import nbytes
 
 
-class ExpertShard(DividedExperts, Anchored, Routed):
+class TokenExchange(DividedExperts, Anchored, Routed):
     """One actor's experts, and the exchange of tokens with all other actors.
 
     Choices are sorted by expert, so each actor gets one contiguous part of the rows. Actors first exchange the number
@@ -245,16 +245,16 @@ def strip(layer: nn.Module) -> None:
     """Remove all weights and buffers except those of experts from a layer, in place, before it has values.
 
     Args:
-        layer: The layer, or a container of layers, in which lists of experts are ``ExpertShard``.
+        layer: The layer, or a container of layers, in which lists of experts are ``TokenExchange``.
     """
-    experts = {id(part) for module in layer.modules() if isinstance(module, ExpertShard) for part in module.modules()}
+    experts = {id(part) for module in layer.modules() if isinstance(module, TokenExchange) for part in module.modules()}
     for module in layer.modules():
         if id(module) not in experts:
             module._parameters.clear()
             module._buffers.clear()
 
 
-class ExpertLayer(nn.Module):
+class ExpertsWithoutTokens(nn.Module):
     """The experts of a layer, with the same names as in the layer. Without experts, it returns its input.
 
     Each call serves one forward of the layer on the actors that have tokens: its lists of experts are called once each,
@@ -266,7 +266,7 @@ class ExpertLayer(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        found = {name: module for name, module in layer.named_modules() if isinstance(module, ExpertShard)}
+        found = {name: module for name, module in layer.named_modules() if isinstance(module, TokenExchange)}
         self._shards = tuple(found)
         for name, shard in found.items():
             *parents, last = name.split(".")
@@ -281,6 +281,6 @@ class ExpertLayer(nn.Module):
         """Run the experts on other actors' tokens. ``link`` (0, 1) is that of the previous layer; returns (0, 1)."""
         for name in self._shards:
             shard = self.get_submodule(name)
-            assert isinstance(shard, ExpertShard)
+            assert isinstance(shard, TokenExchange)
             link = shard.serve(link)
         return link
