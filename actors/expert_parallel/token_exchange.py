@@ -91,16 +91,16 @@ class TokenExchange(DividedExperts, Anchored, Routed):
             No rows (0, 1).
         """
         asked, width = self._asked([0] * self._num_experts, 0)
-        return self._outputs(link.expand(0, width), asked)[:, :1]
+        return self._exchanged_outputs(link.expand(0, width), asked)[:, :1]
 
     def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
         order = order_by_expert(chosen_TK, self._num_experts, tokens=len(x_TD))
         rows_ND, (asked, _) = spread(x_TD, order), self._asked(order.counts, x_TD.shape[1])
         shadows = self._shadows(asked, rows_ND) if self._most else ()
-        made_ND = self._with_shadows(rows_ND, asked, shadows) if shadows else self._outputs(rows_ND, asked)
+        made_ND = self._with_shadows(rows_ND, asked, shadows) if shadows else self._exchanged_outputs(rows_ND, asked)
         return combine(made_ND, gates_TK, order)
 
-    def _outputs(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
+    def _exchanged_outputs(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
         """Return the experts' outputs for this actor's rows.
 
         Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from raypar.actors.machine.high_water import HighWater
-from raypar.actors.pipeline.host_memory import OffloadedActivations
+from raypar.actors.pipeline.offloaded_activations import OffloadedActivations
 from raypar.actors.pipeline.stage import Stage
 from raypar.schedules.action import Action, Op
 

@@ -32,7 +32,7 @@ from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
 from raypar.actors.models.init.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skip_connections import Skipped
-from raypar.actors.pipeline.host_memory import OffloadedActivations
+from raypar.actors.pipeline.offloaded_activations import OffloadedActivations
 from raypar.actors.pipeline.stage_ends import StageEnds
 from raypar.actors.pipeline.weight_grad import DeferredGradients, Linears
 from raypar.actors.rng import derive

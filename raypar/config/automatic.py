@@ -80,7 +80,7 @@ def _division(run: Run, aim: Aim, gpu: str) -> Division:
     from raypar.actors.data.batches import batch_source
     from raypar.actors.models.own.user_plan import plan_faults
     from raypar.planner.operators.chains import chains_of
-    from raypar.planner.operators.division import divided
+    from raypar.planner.operators.division import search_plan
     from raypar.planner.operators.prices import Prices
     from raypar.planner.timing.roofline import Roofline
 
@@ -115,7 +115,7 @@ def _division(run: Run, aim: Aim, gpu: str) -> Division:
         element=2 if half else 4,
         microbatches=run.microbatches,
     )
-    division = divided(chains, prices, aim)
+    division = search_plan(chains, prices, aim)
     if isinstance(division, list):
         raise ConfigError(division)
     return division

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from raypar.actors.machine.high_water import HighWater
-from raypar.actors.pipeline.host_memory import OffloadedActivations
+from raypar.actors.pipeline.offloaded_activations import OffloadedActivations
 
 
 class Watched(OffloadedActivations):

@@ -65,7 +65,7 @@ class ChatTemplate:
         self._special = tuple({token: None for token in (*tokens.values(), *special) if token})
 
     def text_and_learned_spans(self, messages: Messages, learned: Sequence[int], **more: Any) -> ExampleText:
-        """Write a conversation; see ``Template.written``."""
+        """Write a conversation; see ``Template.text_and_learned_spans``."""
         messages = [_plain(message) for message in messages]
         text, spans = _without_marks(self._rendered(messages, more))
         if getattr(self._template(more).environment, "has_marks", False):

@@ -209,7 +209,8 @@ _TANH = ("gelu_pytorch_tanh", "gelu_new")
 _GEMMA = {"gate": "gelu_tanh", "scaled_embedding": True}
 _GEMMA_FIXED = {**_NO_BIASES, "use_bidirectional_attention": False}
 
-FAMILIES: Mapping[str, Family] = {  # by the model_type of config.json; of two that a model could be, the first
+# By the model_type of config.json; of two that a model could be, the first.
+FIELDS_BY_MODEL_TYPE: Mapping[str, Family] = {
     "gpt2": Family(
         "GPT2LMHeadModel",
         (
@@ -288,4 +289,4 @@ FAMILIES: Mapping[str, Family] = {  # by the model_type of config.json; of two t
         defaults=_WINDOW | {"num_key_value_heads": 4},
     ),
 }
-assert FAMILIES.keys() == TABLES.keys()
+assert FIELDS_BY_MODEL_TYPE.keys() == TABLES.keys()

@@ -16,7 +16,7 @@ from raypar.actors.safetensors_header import FileTensor
 from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, ScalingKind
 from raypar.actors.specs.moe import MoE
 from raypar.config.arguments import checked_arguments
-from raypar.config.hugging_face.config_fields import FAMILIES, REQUIRED, Family, Windows
+from raypar.config.hugging_face.config_fields import FIELDS_BY_MODEL_TYPE, REQUIRED, Family, Windows
 from raypar.config.hugging_face.config_writer import REQUIRED_NAMES, SCALING
 from raypar.config.hugging_face.transformers_model import their_model
 from raypar.errors import ConfigError
@@ -46,7 +46,7 @@ def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # 
     try:
         config = read_config(path)
         kind = config.get("model_type")
-        read = model_of_config if kind in FAMILIES or not isinstance(kind, str) else their_model
+        read = model_of_config if kind in FIELDS_BY_MODEL_TYPE or not isinstance(kind, str) else their_model
         model, faults = read(config, changes)
         if model is not None:
             kept = tensors_in(path, config["model_type"])
@@ -84,7 +84,7 @@ def model_of_config(config: Mapping[str, Any], changes: Mapping[str, Any]) -> tu
         The model, or None if there is none like it; and what in the file no model of raypar can do.
     """
     kind = config.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    family = FIELDS_BY_MODEL_TYPE.get(kind) if isinstance(kind, str) else None
     if family is None:
         return None, [f"{CONFIG} has no model_type: give a model's folder"]
     reader = ConfigReader({**family.defaults, **config}, changes)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from raypar.actors.specs.model import GPT, Llama
-from raypar.config.hugging_face.config_fields import FAMILIES, Family
+from raypar.config.hugging_face.config_fields import FIELDS_BY_MODEL_TYPE, Family
 
-_KNOWN = [family.known_fields for family in FAMILIES.values() if family.model is Llama]
+_KNOWN = [family.known_fields for family in FIELDS_BY_MODEL_TYPE.values() if family.model is Llama]
 _OF_SOME = frozenset.union(*_KNOWN) - frozenset.intersection(*_KNOWN) - {"gate", "window_first"}  # see ``_settings``
 
 SCALING: Mapping[str, str] = {  # names at Hugging Face of the fields of RopeScaling
@@ -42,7 +42,7 @@ def type_of(model: GPT | Llama, preferred: str | None = None) -> tuple[str | Non
         The type, or None if there is none; and why there is none.
     """
     faults, has = [*_misfits(model)], _settings(model)
-    kinds = {name: family for name, family in FAMILIES.items() if isinstance(model, family.model)}
+    kinds = {name: family for name, family in FIELDS_BY_MODEL_TYPE.items() if isinstance(model, family.model)}
     fitting = [name for name, one in kinds.items() if one.required_fields <= has <= one.known_fields]
     if preferred in fitting:
         fitting = [preferred]
@@ -66,7 +66,7 @@ def config_of(model: GPT | Llama, model_type: str, begun: Mapping[str, Any], dty
     kept = dict(begun) if begun.get("model_type") == model_type else {}
     for old in ("torch_dtype", "transformers_version", "layer_types", "rope_scaling", "auto_map", "_name_or_path"):
         kept.pop(old, None)
-    family = FAMILIES[model_type]
+    family = FIELDS_BY_MODEL_TYPE[model_type]
     own: dict[str, Any] = {"architectures": [family.architecture], "model_type": model_type, "dtype": dtype}
     own |= {name: values[0] for name, values in family.activations.items()}
     for setting in family.settings:

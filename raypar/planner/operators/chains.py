@@ -291,7 +291,7 @@ class Way(NamedTuple):
     choices: tuple[OperatorStrategy, ...]
 
 
-def cheapest(chain: Sequence[Operator], prices: Prices, aim: Aim) -> Way | str:
+def cheapest_strategies(chain: Sequence[Operator], prices: Prices, aim: Aim) -> Way | str:
     """Find the cheapest strategies of a chain, whose first input and last output are whole.
 
     Args:

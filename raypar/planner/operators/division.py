@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from raypar.planner.operators.chains import SearchableChain, Way, cheapest
+from raypar.planner.operators.chains import SearchableChain, Way, cheapest_strategies
 from raypar.planner.operators.operator import Aim, Chain, Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.operators.strategies import OperatorStrategy
@@ -139,7 +139,7 @@ class Division:
         )
 
 
-def divided(found: SearchableChain, prices: Prices, aim: Aim) -> Division | list[str]:
+def search_plan(found: SearchableChain, prices: Prices, aim: Aim) -> Division | list[str]:
     """Search the strategies of all chains.
 
     Args:
@@ -155,7 +155,7 @@ def divided(found: SearchableChain, prices: Prices, aim: Aim) -> Division | list
         if misfits := [*annotation_faults(chain, prices.ranks)]:
             faults += misfits
             continue
-        way = cheapest(chain, prices, aim)
+        way = cheapest_strategies(chain, prices, aim)
         if not isinstance(way, Way):
             faults.append(way_fault(chain, way, prices.ranks))
             continue

@@ -7,7 +7,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.machine.high_water import HighWater
-from raypar.actors.pipeline.host_memory import OffloadedActivations
+from raypar.actors.pipeline.offloaded_activations import OffloadedActivations
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.schedules.rules import most_in_flight

@@ -15,7 +15,7 @@ from raypar.actors.models.own.plan_kinds import SHORT, kind_of
 from raypar.actors.models.skeleton import Skeleton
 from raypar.planner.hardware.cluster import RingRoute
 from raypar.planner.operators.chains import chains_of
-from raypar.planner.operators.division import divided
+from raypar.planner.operators.division import search_plan
 from raypar.planner.operators.prices import Prices
 from raypar.planner.timing.roofline import Roofline
 from tests.support.own_layers import mse
@@ -127,7 +127,7 @@ def test_as_many_bytes_are_sent_as_the_search_has_counted():
     run = run_of(MIXED, SAID)
     costs = Prices(2, Roofline(1e9, 1e9, 0.0), RingRoute(1e9, 0.0), 4, run.microbatches)
     layers = Skeleton(run.model, 0).layers
-    division = divided(chains_of(layers, (batch(0, 0, 0)[0].to("meta"),), SAID), costs, "speed")
+    division = search_plan(chains_of(layers, (batch(0, 0, 0)[0].to("meta"),), SAID), costs, "speed")
     run = replace(run, model=replace(run.model, plan=dict(division.plan)))
     team = Team.of(replace(run, optim=rp.SGD(lr=0.1), clip=None, timeout=10.0))
     team.step(0)

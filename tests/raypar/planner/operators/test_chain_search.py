@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from raypar.actors.models.own.plan_kinds import kind_of, strategy_of
 from raypar.planner.hardware.cluster import RingRoute
-from raypar.planner.operators.chains import cheapest
+from raypar.planner.operators.chains import cheapest_strategies
 from raypar.planner.operators.operator import Operator
 from raypar.planner.operators.prices import Prices
 from raypar.planner.timing.roofline import Roofline
@@ -94,12 +94,12 @@ def drawn(draw):
 @given(st.data(), st.sampled_from((1e6, 1e8, 1e9, 1e11)), st.sampled_from((0.0, 1e-6)), st.sampled_from((2, 3)))
 def test_no_strategies_are_cheaper(data, bandwidth, latency, ranks):
     chain, costs = drawn(data.draw), prices(bandwidth, latency, ranks)
-    way = cheapest(chain, costs, "speed")
+    way = cheapest_strategies(chain, costs, "speed")
     assert way.price[0] == tried(chain, costs) == sum(choice.cost for choice in way.choices)
 
 
 def texts(chain, costs, aim="speed"):
-    return [choice.text for choice in cheapest(chain, costs, aim).choices]
+    return [choice.text for choice in cheapest_strategies(chain, costs, aim).choices]
 
 
 def test_a_wide_mlp_is_a_column_and_a_row():
@@ -133,4 +133,4 @@ def test_between_samples_and_features_the_fewest_bytes_are_sent():
 
 def test_what_can_not_be_is_named():
     chain = (linear("layers.0", 4, 4, strategy="column", goes="S-1"), linear("layers.1", 4, 4, given="R"))
-    assert cheapest(chain, prices(), "speed") == "layers.1"
+    assert cheapest_strategies(chain, prices(), "speed") == "layers.1"
