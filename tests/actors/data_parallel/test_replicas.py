@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -472,7 +473,7 @@ def test_a_lost_replica_lets_the_others_go():
     def broken(*args):
         raise KeyError("out of luck")
 
-    fails.member.parts.flow.source.targets = broken
+    fails.member.parts.flow.source = replace(fails.member.parts.flow.source, targets=broken)
     results = team.each(lambda worker: worker.train(0))
     assert str(results[3]).startswith("actor pp=1 dp=1: action 1F0 failed: KeyError")
     assert results[2].secondary, "its sibling waited for its gradients"

@@ -140,8 +140,12 @@ def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_
     real = job._loop.saver
     monkeypatch.setattr(real, "_run", replace(job.run, folder=str(tmp_path), steps=100))
     calls = job._loop.loaded.calls
-    beside = calls.beside
-    monkeypatch.setattr(calls, "beside", lambda method, folder, *args: beside(method, f"{folder}/gone", *args))
+    submit = calls.submit
+
+    def elsewhere(method, *args, **more):
+        return submit(method, *((f"{args[0]}/gone", *args[1:]) if method == "write" else args), **more)
+
+    monkeypatch.setattr(calls, "submit", elsewhere)
     with caplog.at_level(logging.WARNING):
         reports = job.train(2)
         real.settle()

@@ -178,7 +178,7 @@ def test_an_update_that_is_wrong(found, monkeypatch, kind):
     step = Updater.step
 
     def stale(self, number, ballot):
-        self._clip = None
+        self.run = replace(self.run, clip=None)
         return step(self, number, ballot)
 
     monkeypatch.setattr(Updater, "step", stale)

@@ -68,4 +68,4 @@ def test_snapshots_take_the_memory_that_is_planned(name):
             assert formula.copies * own == formula.snapshots * copied
         first += world.mesh.size
     for keeper in keepers:
-        keeper.close()
+        keeper.leave(comes_back=False)

@@ -84,7 +84,7 @@ def test_a_launch_warns_of_what_never_happens(monkeypatch, caplog):
     def stop(*words, **more):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importlib.import_module("raypar.job.launch"), "_launched", stop)
+    monkeypatch.setattr(importlib.import_module("raypar.job.launch"), "settled", stop)
     with pytest.raises(KeyboardInterrupt), caplog.at_level("WARNING", "raypar"):
         rp.launch(replace(RUN, steps=3), chaos=[rp.chaos.kill("pp=1", at="STEP", step=4)])
     assert "chaos: kill 'pp=1' at STEP of step 4 never happens: the run has 3 steps" in caplog.messages
