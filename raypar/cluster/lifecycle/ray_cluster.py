@@ -135,7 +135,7 @@ def start_actors(
             undo.callback(claim.give_back)
             claim.make()
         crowds = owns and starts_own_ray() and world.size > num_cores()
-        log.info("starting %d actors%s", count, _SHARING if crowds else "")
+        log.info("starting %d actor%s%s", count, "" if count == 1 else "s", _SHARING if crowds else "")
         demand_alike(nodes, folder)
         if claim is not None:
             claim.wait(max(waits))
