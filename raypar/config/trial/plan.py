@@ -17,6 +17,7 @@ from raypar.actors.models.skip_connections import Skipped, Skips
 from raypar.actors.sharding import Pieces
 from raypar.actors.tensors import Values, as_values
 
+
 class _Divided:
     """The shapes on the first actor of the outputs of a plan's modules, while layers are called on the meta device.
 
