@@ -331,7 +331,7 @@ _COMMANDS = {  # in the order of help.txt, which describes them
     "recipes": Command("recipes:recipes"),
     "doctor": Command("doctor:run_doctor", logging.INFO, has_actors=True),
     "calibrate": Command("calibrate:run_calibrate", logging.WARNING, has_actors=True),
-    "plan": _RUN("plan.planning:run_plan"),
+    "plan": _RUN("plan.planning:run_plan", has_steps=False),
     "draw": Command("schedules.schedules:draw", logging.INFO, is_styled=True),
     "check": Command("schedules.schedules:prove"),
     "simulate": Command("schedules.schedules:measure"),
