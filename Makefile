@@ -25,6 +25,7 @@ help: ## this list
 	@echo 'PYTHON=python3.12 for the Python of .venv, which is made anew if it has another one'
 
 install: $(venv)/.installed ## fill .venv, so that .venv/bin/raypar and .venv/bin/python are there
+	@echo 'raypar is in $(venv). Next: make train, or $(venv)/bin/raypar --help, or source $(venv)/bin/activate'
 
 train: $(venv)/.installed ## train the small GPT on this machine; it leaves a folder below runs/
 	@$(venv)/bin/raypar train gpt-small $(ARGS)

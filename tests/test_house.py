@@ -428,9 +428,9 @@ MAY_IMPORT = {
         "schedules schedules/checking schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/cli/text": (
-        "actors/data/tokenizers actors/mesh actors/specs raypar raypar/cli/train raypar/cli/words "
-        "raypar/config/conflicts raypar/config/hugging_face raypar/job raypar/job/text raypar/planner "
-        "raypar/reporting"
+        "actors/data/tokenizers actors/hugging_face actors/mesh actors/specs raypar raypar/cli/train "
+        "raypar/cli/words raypar/config/conflicts raypar/config/hugging_face raypar/job raypar/job/text "
+        "raypar/planner raypar/reporting"
     ),
     "raypar/cli/train": (
         "actors actors/data actors/data/examples actors/data/text actors/machine actors/mesh actors/models "

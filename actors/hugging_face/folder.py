@@ -18,7 +18,7 @@ from raypar.schedules.schedule import first_faults
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # of a folder of PEFT
 BASE = "raypar_base"  # key of an adapter's metadata: the fingerprint of the weights that it was trained on
-_WHAT_HAS = {
+WHAT_HAS = {  # the files of a folder, by the one that says what it holds
     CONFIG: f"a model's folder has {CONFIG}, {SINGLE} (or several with an index) and the tokenizer's files; give one"
     " that save_pretrained has written, or that was downloaded whole",
     ADAPTER_CONFIG: f"an adapter's folder has {ADAPTER_CONFIG} and {ADAPTER}; give one that PEFT or raypar ckpt export"
@@ -46,7 +46,7 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     lacks = "is no folder" if names is None else f"has no {name}" if names else "is an empty folder"
     if name == CONFIG and ADAPTER_CONFIG in (names or ()):
         raise CheckpointError([_ONLY_ADAPTER.format(folder=str(folder))])
-    raise CheckpointError([f"{str(folder)!r} {lacks}: {_WHAT_HAS[name]}"])
+    raise CheckpointError([f"{str(folder)!r} {lacks}: {WHAT_HAS[name]}"])
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def adapters_in(folder: Path) -> tuple[dict[str, FileTensor], str]:
             how = "load it with peft, and write it with save_pretrained(folder, safe_serialization=True)"
             message += f" but adapter_model.bin, a pickle, which can run code and is not read: {how}"
         else:
-            message += f": {_WHAT_HAS[ADAPTER_CONFIG]}"
+            message += f": {WHAT_HAS[ADAPTER_CONFIG]}"
         raise CheckpointError([message])
     found, metadata = _tensors_of(folder, ADAPTER)
     base = metadata.get(BASE)

@@ -13,17 +13,19 @@ MOST_BALANCED = 2_000_000  # largest layers x stages for "balanced", which takes
 _FEW_STAGES = 16  # of which a message writes the counts
 
 
-def split_faults(split: Split, num_layers: int, num_stages: int) -> list[str]:
+def split_faults(split: Split, num_layers: int, num_stages: int, num_ranks: int | None = None) -> list[str]:
     """Return a message for each fault of a split; an empty list if it is valid.
 
     Args:
         split: "even", "balanced", or the number of layers of each stage.
         num_layers: Number of layers to split.
         num_stages: Number of stages.
+        num_ranks: Number of pipeline ranks; None if it is not known.
     """
     if num_stages > num_layers:
         layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
-        fix = f"use {num_stages} layers or more, or {num_layers} at most of mesh.pp x chunks"
+        ways = "mesh.pp" if num_stages == num_ranks else "mesh.pp x chunks"
+        fix = f"use {num_stages} layers or more, or set {ways} to {num_layers} at most"
         return [f"{num_stages} stages for {layers}: {fix}"]
     if split == "balanced" and num_layers * num_stages > MOST_BALANCED:
         return [f"split is 'balanced' for {num_layers} layers on {num_stages} stages: use 'even' for so many"]

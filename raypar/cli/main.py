@@ -43,13 +43,15 @@ class Command(NamedTuple):
         function: The function that runs it, below raypar.cli; it takes the words after the command's name.
         level: The least level of the log messages that are printed; None: logging is as Python has it.
         has_actors: Whether it starts actors, which SIGTERM ends as Ctrl-C does.
-        has_steps: Whether it is about a run: a mistake in it says that no step was taken.
+        announces: Whether the log says which actors start, whatever the level.
+        has_steps: Whether it takes steps: a mistake says that none was taken.
         is_styled: Whether its text has colours if it is printed to a terminal.
     """
 
     function: str
     level: int | None = None
     has_actors: bool = False
+    announces: bool = False
     has_steps: bool = False
     is_styled: bool = False
 
@@ -99,7 +101,7 @@ def _command(words: list[str]) -> int:
     command = _COMMANDS[name]
     with ExitStack() as stack:
         if command.level is not None:
-            stack.enter_context(_messages(command.level))
+            stack.enter_context(_messages(command.level, announces=command.announces))
         if command.has_actors:
             stack.enter_context(_terminable())
         return _run(command, rest)
@@ -130,14 +132,15 @@ def _run(command: Command, words: list[str]) -> int:
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
     except RoomError as error:
-        return _fail(f"no room, no step was taken:\n{error}", NO_ROOM)
+        return _fail(f"no room{', no step was taken' if command.has_steps else ''}:\n{error}", NO_ROOM)
     except ConfigError as error:
-        if not command.has_steps:
-            return _fail(_mistakes(error.faults), MISTAKE)
         from raypar.cli.words.flags import named_as_typed
 
-        count = "a mistake" if len(error.faults) == 1 else f"{len(error.faults)} mistakes"
-        return _fail(f"{count}, no step was taken:\n{ConfigError(named_as_typed(error.faults, words))}", MISTAKE)
+        faults = named_as_typed(error.faults, words)
+        if not command.has_steps:
+            return _fail(_mistakes(faults), MISTAKE)
+        count = "a mistake" if len(faults) == 1 else f"{len(faults)} mistakes"
+        return _fail(f"{count}, no step was taken:\n{ConfigError(faults)}", MISTAKE)
     except NonFiniteError as error:
         return _fail(str(error), NOT_FINITE, error)
     except JobError as error:
@@ -211,17 +214,25 @@ class _Messages(logging.StreamHandler[TextIO]):
 
 
 @contextmanager
-def _messages(level: int = logging.INFO) -> Iterator[None]:
-    """Print raypar's log messages of a level and above to standard error while a command runs."""
+def _messages(level: int = logging.INFO, *, announces: bool = False) -> Iterator[None]:
+    """Print raypar's log messages of a level and above to standard error while a command runs.
+
+    Args:
+        level: The level.
+        announces: Whether to print which actors start, and what they wait for, also if the level is higher.
+    """
     logger, handler = logging.getLogger("raypar"), _Messages()
+    starts = logging.getLogger("raypar.cluster.lifecycle")
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(level)
+    starts.setLevel(logging.INFO if announces else logging.NOTSET)
     logger.propagate = False
     try:
         yield
     finally:
         logger.removeHandler(handler)
+        starts.setLevel(logging.NOTSET)
         logger.setLevel(before[0])  # and forgets what it found to be enabled
         logger.propagate = before[1]
 
@@ -308,7 +319,7 @@ def _fail(text: str, code: int, error: BaseException | None = None) -> int:
 
 
 _RUN = partial(Command, level=logging.INFO, has_actors=True, has_steps=True)
-_TEXT = partial(Command, level=logging.ERROR, has_actors=True, has_steps=True)
+_TEXT = partial(Command, level=logging.ERROR, has_actors=True, announces=True)
 _COMMANDS = {  # in the order of help.txt, which describes them
     "train": _RUN("train.train:train"),
     "sft": _RUN("train.finetune:sft"),
@@ -320,7 +331,7 @@ _COMMANDS = {  # in the order of help.txt, which describes them
     "recipes": Command("recipes:recipes"),
     "doctor": Command("doctor:run_doctor", logging.INFO, has_actors=True),
     "calibrate": Command("calibrate:run_calibrate", logging.WARNING, has_actors=True),
-    "plan": _RUN("plan.planning:run_plan"),
+    "plan": _RUN("plan.planning:run_plan", has_steps=False),
     "draw": Command("schedules.schedules:draw", logging.INFO, is_styled=True),
     "check": Command("schedules.schedules:prove"),
     "simulate": Command("schedules.schedules:measure"),

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.specs.data import Examples
+from raypar.actors.specs.data import Batches, Examples
 from raypar.actors.specs.precision import LossScale, Precision
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
@@ -19,6 +19,7 @@ _PARTS: tuple[Any, ...] = (
     Mesh(pp=2, dp=2, cp=2, tp=2),
     Precision("bf16"),
     LossScale("on"),
+    Batches(lambda step, microbatch, dp: ((), ())),
     Examples("2"),
     Resources(2.0),
 )

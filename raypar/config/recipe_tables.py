@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from raypar.errors import ConfigError
@@ -39,9 +41,11 @@ def _sized(name: object) -> str:
         return ""
     if "llama" in str(name).lower():
         flags = "llama-small --model.layers 32 --model.hidden 4096 --model.heads 32 --model.kv-heads 8"
+        flags += " --model.ffn 14336 --model.seq 8192 --model.vocab 128256 for a Llama-8B"
     else:
         flags = "gpt-small --model.layers 24 --model.hidden 2048 --model.heads 16"
-    return f"sizes are flags of the model, as in {flags} --model.seq 2048 --model.vocab 50304; "
+        flags += " --model.seq 2048 --model.vocab 50304 for a GPT-1.3B"
+    return f"sizes are flags of the model, as in {flags}; "
 
 
 def recipe_table(name: object) -> dict[str, Any]:
@@ -52,6 +56,9 @@ def recipe_table(name: object) -> dict[str, Any]:
     """
     if name in [*RECIPES]:
         return tomllib.loads((_FOLDER / f"{name}.toml").read_text())
+    if isinstance(name, str | PathLike) and (Path(name) / "config.json").exists():
+        fix = f"use --model.hf {quote(str(name))}, or rp.HF({str(name)!r})"
+        raise ConfigError([f"there is no recipe {str(name)!r}, but a folder of Hugging Face: {fix}"])
     sized, known = _sized(name), f"known are {', '.join(RECIPES)}{_in_a_folder(name)}"
     fix = sized + known if sized else did_you_mean(str(name), RECIPES, known, spelled=repr, both=True)
     raise ConfigError([f"there is no recipe {name!r}: {fix}"])

@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from raypar.actors.machine.host_cores import num_cores
+from raypar.actors.machine.this_machine import total_memory
 from raypar.cluster.lifecycle.ray_cluster import connected
 from raypar.cluster.nodes.nodes import facts_of, head_address, lost_nodes, package_version_faults, versions_collector
 from raypar.cluster.placement.placement import Node
@@ -17,6 +19,7 @@ from raypar.doctor.group_times import SIZES, group_time_findings
 from raypar.doctor.leftovers import leftover_findings, leftovers, own_sessions, sweep
 from raypar.doctor.machines import facts_collector, machine_findings, token_findings
 from raypar.errors import ConfigError, JobError
+from raypar.schedules.formatting import size
 
 _LOST = "if it is meant to be there, start its Ray again, which the launcher of ray up does by itself in about a minute"
 
@@ -51,11 +54,14 @@ def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iter
 
 def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
     """Yield where the cluster is, what it has, and who can run code on it."""
-    total = {name: sum(node.total.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU")}
-    where = "no RAY_ADDRESS: a launch starts Ray on this machine, which works"
+    cpus, gpus = (sum(node.total.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
     if address:
         where = f"the cluster at {address}" + (f" ({head_address()})" if address == "auto" else "")
-    has = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs"
+        has = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, {cpus:g} CPUs, {gpus:g} GPUs"
+    else:
+        where = "no RAY_ADDRESS: a launch starts Ray on this machine, which works"
+        machine = f"{num_cores()} cores, {size(total_memory() or 0)} of memory, {gpus:g} GPUs"
+        has = f"{machine}; at most {cpus:g} actors start here, and share them"
     yield Finding("ok", "ray", f"{where}: {has}")
     for lost in lost_nodes():
         yield Finding("note", "ray", f"{lost} is lost", _LOST)

@@ -18,7 +18,8 @@ from raypar.actors.models.own.plan_kinds import KINDS, PlanKind, kind_of
 from raypar.actors.models.placed_step import FEATURES
 from raypar.schedules.nearest_name import nearest
 
-_TRIED = 20  # plans that are tried for a message
+_TRIED = 60  # plans that are tried for a message
+_WHOLE = ("column_gather_output", "row_split_input", "embedding")  # kinds that take and return whole values
 
 
 def tensor_plan_of(plan: Mapping[str, str]) -> TensorPlan:
@@ -83,14 +84,14 @@ def plan_to_give(layers: Mapping[str, nn.Module], tp: int) -> str:
 
 
 def _candidates(parts: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, str]]:
-    """Yield plans for modules with weights: for MLPs first, then for single linear layers."""
-    linear = [(name, module) for name, module in parts if isinstance(module, nn.Linear)]
+    """Yield plans for modules with weights: for MLPs first, then for single modules, whose outputs stay whole."""
     for (up, first), (down, second) in pairwise(parts):
         if isinstance(first, nn.Linear) and isinstance(second, nn.Linear) and up.split(".")[1] == down.split(".")[1]:
             outer, inner = first.in_features, first.out_features
             if outer != inner and (inner, outer) == (second.in_features, second.out_features):
                 yield {up: "column", down: "row"}
-    yield from ({name: "column_gather_output"} for name, _ in linear)
+    for name, module in parts:
+        yield from ({name: kind} for kind in _WHOLE if unfit(kind, name, module) is None)
 
 
 def _name_faults(plan: Mapping[str, str], known: Mapping[str, str], whole: nn.Module) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from raypar.actors.hugging_face.folder import CONFIG, WHAT_HAS
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.types import DeviceChoice
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from raypar.checkpoint.find import VerifiedCheckpoint
 
 TOKENIZER = "tokenizer.json"
-_CONFIG = "config.json"  # which a folder of Hugging Face has
 _COPIED = ("model", "optim", "seed", "precision", "expert_order")
 
 
@@ -39,8 +39,9 @@ def trained_model(
         ConfigError: There is no such model, or averages are asked of a folder of Hugging Face.
     """
     path, fields = absolute(source), {"mesh": mesh, "device": device, "microbatches": mesh.pp}
-    if not (path / _CONFIG).exists():
-        found = checkpoint_at(path, ema=ema, typed=source)
+    if not (path / CONFIG).exists():
+        otherwise = f"give a run, a checkpoint or a model; {WHAT_HAS[CONFIG]}"
+        found = checkpoint_at(path, ema=ema, typed=source, otherwise=otherwise)
         trained = its_run(found)
         return fields | {name: getattr(trained, name) for name in _COPIED} | {"steps": found.manifest.step + 1}, found
     if ema:

@@ -33,13 +33,16 @@ def begun_by(words: Sequence[str]) -> tuple[VerifiedCheckpoint | None, list[str]
         return None, error.faults
 
 
-def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> VerifiedCheckpoint:
+def checkpoint_at(
+    path: Path, *, ema: bool, typed: str = "", otherwise: str = "give another folder"
+) -> VerifiedCheckpoint:
     """Return the checkpoint at a path: of a run the newest one, and if ``ema`` with its averages as its weights.
 
     Args:
         path: A run folder, a folder of checkpoints, or a checkpoint.
         ema: Whether the moving averages of the weights are asked for, which a run with ema keeps.
         typed: What the user calls it; "" for its path.
+        otherwise: What to do if it is a folder without a checkpoint.
 
     Raises:
         ConfigError: There is no checkpoint, or it has no averages.
@@ -47,7 +50,7 @@ def checkpoint_at(path: Path, *, ema: bool, typed: str = "") -> VerifiedCheckpoi
     from raypar.checkpoint.find import averaged
     from raypar.job.start.resume import find  # imports numpy
 
-    found = find(path, typed or str(path))
+    found = find(path, typed or str(path), otherwise)
     return averaged(found) if ema else found
 
 

@@ -170,17 +170,19 @@ class DryRunOutcome:
     Attributes:
         picture: The schedule as text, and who has which experts if actors divide them.
         rows: Names and figures of the run.
+        elsewhere: Whether it is a plan for other machines than this one.
     """
 
     picture: str
     rows: Rows
+    elsewhere: bool = False
 
     @property
     def verdict(self) -> str:
-        """Say whether the run can start, and whether what it needs is free."""
+        """Say whether and where the run can start, and whether what it needs is free."""
         if any(TOO_MUCH in figure for _, figure in self.rows):
             return "no mistake is in this run, but it needs more than is free here"
-        return "ok: this run can start"
+        return "ok: this run can start" + (" on other machines, but not here" if self.elsewhere else "")
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,7 @@ def _planned(run: Run, schedule: Schedule, origins: Mapping[str, str], step: int
         warn_of_examples(run.data, run.model.seq or 1)
     rows = plan_rows(run, schedule, origins=origins, step=step)
     pictures = planned_grid(schedule, dict(rows)["bubble"], color=color), expert_table(run)
-    return DryRunOutcome("\n\n".join(filter(None, pictures)), rows)
+    return DryRunOutcome("\n\n".join(filter(None, pictures)), rows, any(device_faults(run.device)))
 
 
 def _checked(

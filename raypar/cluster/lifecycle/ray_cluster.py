@@ -120,6 +120,8 @@ def start_actors(
     demand_build(device, built=built)
     if not ray.is_initialized() and (faults := list(actor_count_faults(count, resources.cpus))):
         raise ConfigError(faults)
+    crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
+    log.info("starting %d actor%s%s", count, "" if count == 1 else "s", _SHARING if crowds else "")  # Ray takes longest
     with ExitStack() as undo:
         with _own_sigterm():
             owns = _connect()
@@ -134,8 +136,6 @@ def start_actors(
             claim, nodes = _claim(world, nodes, share, resources.placement_strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)
             claim.make()
-        crowds = owns and starts_own_ray() and world.size > num_cores()
-        log.info("starting %d actors%s", count, _SHARING if crowds else "")
         demand_alike(nodes, folder)
         if claim is not None:
             claim.wait(max(waits))

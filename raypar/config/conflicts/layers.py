@@ -48,7 +48,7 @@ def _fields_of_layers(examined: Examined, num_stages: int) -> Iterator[str]:
     else:
         count = model.layers
     if count is not None:
-        yield from split_faults(run.split, count, num_stages)
+        yield from split_faults(run.split, count, num_stages, run.mesh.pp)
         yield from recompute_faults(run.recompute, count)
 
 

@@ -14,45 +14,47 @@ from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.own.plan_kinds import PASSING, kind_of
 from raypar.actors.models.placed_step import FEATURES
 from raypar.actors.models.skip_connections import Skipped, Skips
+from raypar.actors.sharding import Pieces
 from raypar.actors.tensors import Values, as_values
-
-_FIX = "make the linear layer that takes them 'row' in the plan, or this one 'column_gather_output'"
 
 
 class _Divided:
-    """The shapes on one actor of the outputs of a plan's modules, while layers are called on the meta device.
+    """The shapes on the first actor of the outputs of a plan's modules, while layers are called on the meta device.
 
     Attributes:
-        last: The last module that was called and left its outputs split by features, with its kind and the number of
-            features; None if they are whole again.
+        last: The last module that was called and left its outputs split by features, with its name, its kind and the
+            number of features; None if they are whole again.
     """
 
     def __init__(self, ways: int) -> None:
-        self._ways = ways
-        self.last: tuple[str, str, int] | None = None
+        self._ways, self._own = ways, Pieces.at(0, ways)
+        self.last: tuple[nn.Module, str, str, int] | None = None
 
     def part(self, name: str, text: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Return an actor's part of the features that a module outputs."""
-        width = output.shape[-1]
-        if width % self._ways:
-            return output
-        self.last = name, text, width
-        return output.narrow(-1, 0, width // self._ways)
+        """Return the actor's part of the features that a module outputs."""
+        self.last = module, name, text, output.shape[-1]
+        return self._own.take(output, -1)
 
     def whole(self, module: nn.Module, inputs: tuple[Any, ...]) -> Any:
         """Return the whole inputs of a module that gets a part of them."""
         value, *others = inputs
-        width = module.in_features if isinstance(module, nn.Linear) else self.last[2] if self.last else 0
-        if value.shape[-1] == width // self._ways:
+        width = module.in_features if isinstance(module, nn.Linear) else self.last[-1] if self.last else 0
+        if value.shape[-1] == self._own.span(width)[1]:
             value, self.last = value.new_empty(*value.shape[:-1], width), None
         return (value, *others)
 
     def fault(self, why: str) -> str:
         """Return the fault: which layer leaves its outputs divided, why that does not fit, and the fix."""
         assert self.last is not None
-        name, text, width = self.last
-        held = f"{width // self._ways} of its {width} outputs"
-        return f"model.plan: {name} is {text!r}, so with mesh.tp {self._ways} an actor makes {held}, {why}: {_FIX}"
+        module, name, text, width = self.last
+        held = f"{self._own.span(width)[1]} of its {width} outputs"
+        fix = "leave it out of the plan"
+        if width % self._ways == 0:
+            fix = "this one 'column_gather_output'"
+        elif isinstance(module, nn.Linear) and module.in_features % self._ways == 0:
+            fix = "this one 'row_split_input'"
+        fix = f"make the linear layer that takes them 'row' in the plan, or {fix}"
+        return f"model.plan: {name} is {text!r}, so with mesh.tp {self._ways} an actor makes {held}, {why}: {fix}"
 
 
 def plan_misfits(

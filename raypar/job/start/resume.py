@@ -12,6 +12,7 @@ from typing import NamedTuple
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.optim.lr import lr_at
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.base import base_faults
@@ -34,14 +35,18 @@ _MAY_VARY = (  # fields whose changes are allowed (except optim.kind) and logged
     *("model.attention", "model.linear", "model.hf", "model.lora.hf", "data", "microbatches", "micro_batch_size"),
     *("mesh.dp", "mesh.rank_dp", "optim", "clip", "ema", "steps"),
 )
+_JUMP = 0.1  # relative difference of a learning rate from that of the curve before
 
 
-def find(path: Path, typed: str | None = None) -> VerifiedCheckpoint:
+def find(
+    path: Path, typed: str | None = None, otherwise: str = "give another folder, or start anew, without resume"
+) -> VerifiedCheckpoint:
     """Find a checkpoint.
 
     Args:
         path: A checkpoint, or a run folder or folder of checkpoints, whose newest sound checkpoint is meant.
         typed: What the user calls it where nothing is resumed; None for a run that goes on.
+        otherwise: What to do if there is no sound checkpoint.
 
     Raises:
         ConfigError: There is no sound checkpoint.
@@ -61,8 +66,7 @@ def find(path: Path, typed: str | None = None) -> VerifiedCheckpoint:
         busy = _unsaved(folder, typed) if not one and not path.exists() else ""
         raise ConfigError([busy] if busy else [f"{what}: {fault}" for fault in error.faults]) from error
     if found is None:
-        fix = "give another folder" + ("" if typed else ", or start anew, without resume")
-        lack = f"{repr(typed) if typed else f'resume {str(path)!r}'}: there is no sound checkpoint in it: {fix}"
+        lack = f"{repr(typed) if typed else f'resume {str(path)!r}'}: there is no sound checkpoint in it: {otherwise}"
         raise ConfigError([_unsaved(folder, typed) or lack])
     return found
 
@@ -194,6 +198,25 @@ def demand_resumable(run: Run, skeleton: Skeleton, found: VerifiedCheckpoint) ->
     for name, now, was in changed:
         if name.startswith(_MAY_VARY):
             log.warning("resumed with %s %s, which was %s", name, now, was)
+    before = found.manifest.run.get("steps")
+    if isinstance(before, int) and not any(name.startswith("optim.") for name, _, _ in changed):
+        for jump in rate_jumps(run, found.manifest.step, before):
+            log.warning("%s", jump)
+
+
+def rate_jumps(run: Run, taken: int, before: int) -> Iterator[str]:
+    """Yield a sentence if the learning rate jumps where a run goes on, as another number of steps stretches its curve.
+
+    Args:
+        run: The run.
+        taken: Number of steps that were taken.
+        before: Number of steps of the curve before.
+    """
+    old, new = (lr_at(run.optim, taken, steps) for steps in (before, run.steps))
+    if taken and abs(new - old) > _JUMP * old:
+        last = lr_at(run.optim, taken - 1, before)
+        curve = f"its curve is that of {run.steps:,} steps now, and was that of {before:,}"
+        yield f"the learning rate jumps from {last:.3g} in step {taken:,} to {new:.3g} in step {taken + 1:,}: {curve}"
 
 
 def changed_faults(run: Run, found: VerifiedCheckpoint) -> list[str]:

@@ -74,7 +74,7 @@ def test_experts_cost_what_a_token_chooses():
 @pytest.mark.parametrize(
     ("split", "layers", "stages", "says"),
     [
-        ("even", 3, 4, ["4 stages for 3 layers: use 4 layers or more, or 3 at most of mesh.pp x chunks"]),
+        ("even", 3, 4, ["4 stages for 3 layers: use 4 layers or more, or set mesh.pp x chunks to 3 at most"]),
         ("evne", 4, 2, ["split is 'evne'"]),
         ((2, 2), 4, 3, ["split names 2 stages, the schedule has 3"]),
         ((1, 2), 4, 2, ["split adds up to 3 layers, the model has 4"]),

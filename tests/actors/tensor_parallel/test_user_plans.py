@@ -350,6 +350,8 @@ def odd():
         (lambda: [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))],
          {"layers.1.0": "column", "layers.1.2": "row"}),
         (decoder, {"layers.1.q": "column_gather_output"}),
+        (lambda: [nn.Sequential(nn.Conv1d(1, 1, 1), nn.Flatten()), nn.Linear(8, 3)], {"layers.1": "row_split_input"}),
+        (lambda: [nn.Embedding(8, 3), nn.Linear(3, 5)], {"layers.0": "embedding"}),
     ],
 )  # fmt: skip
 def test_a_plan_to_give_is_one_that_can_be_given(fn, plan):

@@ -272,9 +272,10 @@ def test_a_pattern_without_quotes_is_one_fault_and_nothing_is_converted(said, ba
 def test_a_size_is_no_recipe_and_says_its_flags(said):
     (fault,) = faults_of(said, "plan", "llama-8b")
     assert "as in llama-small --model.layers 32 --model.hidden 4096 --model.heads 32 --model.kv-heads 8" in fault
+    assert "--model.ffn 14336 --model.seq 8192 --model.vocab 128256 for a Llama-8B" in fault
     assert "did you mean" not in fault
     (fault,) = faults_of(said, "plan", "gpt-1.3B")
-    assert "as in gpt-small --model.layers 24" in fault
+    assert "as in gpt-small --model.layers 24" in fault and "--model.vocab 50304 for a GPT-1.3B" in fault
 
 
 @pytest.mark.parametrize(("common", "name"), [("learning_rate", "lr"), ("d_model", "hidden"), ("n_head", "heads")])
@@ -293,4 +294,8 @@ def test_what_is_not_there_is_named_as_it_was_typed(said, tmp_path, monkeypatch)
         code, _, err = said(*words)
         assert code == 2 and "there is no 'gone': correct the path\n" in err
     code, _, err = said("chat", "empty")
-    assert code == 2 and err.endswith("\n'empty': there is no sound checkpoint in it: give another folder\n")
+    lacks = "'empty': there is no sound checkpoint in it: give a run, a checkpoint or a model; a model's folder has"
+    assert code == 2 and err.startswith(f"raypar: {lacks} config.json, model.safetensors"), "a chat takes no step"
+    (tmp_path / "config.json").write_text("{}")
+    (fault,) = faults_of(said, "train", tmp_path, "--dry-run")
+    assert f"is no recipe {str(tmp_path)!r}, but a folder of Hugging Face: use --model.hf {tmp_path}" in fault

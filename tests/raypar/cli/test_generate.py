@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 import raypar as rp
+from raypar.cli.main import _COMMANDS, _messages
 from raypar.cli.text.generate import ChatArgs, chat, run_on
 from tests.support.generation import plain_texts
 
@@ -83,3 +86,13 @@ def test_training_prints_continuations_of_the_validation_text(said, kept_actors)
     assert [line[:21] for line in err.splitlines() if line.startswith("sample")] == ["sample after step 2: "] * 2
     code, _, err = said("train", "gpt-tiny", "--sample-every", "-1", "--mesh.cp", 2)
     assert (code, "--sample-every is -1: it must be at least 0" in err) == (2, True)
+
+
+def test_what_starts_is_said_where_the_log_has_errors_alone(capsys):
+    lifecycle, other = (logging.getLogger(f"raypar.{name}") for name in ("cluster.lifecycle.ray_cluster", "job"))
+    for announces in (True, False):
+        with _messages(logging.ERROR, announces=announces):
+            lifecycle.info("starting 1 actor")
+            other.warning("of no interest")
+    assert capsys.readouterr().err == "starting 1 actor\n"
+    assert all(_COMMANDS[name].announces for name in ("generate", "chat", "eval"))

@@ -176,6 +176,7 @@ def test_the_file_has_what_differs_alone_and_is_checked_without_a_gpu(tmp_path, 
         found = train([str(out), "--dry-run", "--folder", "none"], terminal=False)
     assert dict(found.rows)["actors"].startswith("16 = ")
     assert "this is a plan for other machines: device is 'cuda', but torch is built without CUDA here" in caplog.text
+    assert found.verdict == "ok: this run can start on other machines, but not here"
     with pytest.raises(ConfigError, match="torch is built without CUDA here"):
         train([str(out), "--folder", "none"], terminal=False)
 

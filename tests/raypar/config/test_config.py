@@ -108,7 +108,7 @@ def test_all_faults_of_a_run_come_at_once(tiny, text):
         "steps is 0: it must be at least 1",
         "timeout is -1: it must be above 0",
         "model.hidden 10 is not a multiple of model.heads 4: set model.heads to 5, say",
-        "4 stages for 3 layers: use 4 layers or more, or 3 at most of mesh.pp x chunks",
+        "4 stages for 3 layers: use 4 layers or more, or set mesh.pp to 3 at most",
         "data.path: the largest token id is 117, but model.vocab is 50",
         "data.val_fraction: 0.5 leaves 4100 of 8200 tokens for training, fewer than one window of model.seq + 1",
     )
@@ -578,7 +578,7 @@ def test_wrong_types_and_wrong_values_come_together(tiny, text):
         "clip is 'much': it must be a number",
         "recompute is 'some': it must be 'none', 'selective' or 'full' or a tuple (in TOML a list)",
         "steps is 0: it must be at least 1",
-        "4 stages for 1 layer: use 4 layers or more, or 1 at most of mesh.pp x chunks",
+        "4 stages for 1 layer: use 4 layers or more, or set mesh.pp to 1 at most",
         "data.path: the largest token id is 117, but model.vocab is 50",
     ]
     for fault, start in zip(faults_of(run), wanted, strict=True):
@@ -951,3 +951,9 @@ def test_plain_data_of_functions_is_refused_and_not_taken_for_something_else():
         run_of(json.loads(json.dumps(plain)))
     for path in ("model.fn", "data.fn"):
         assert any(fault.startswith(path) for fault in caught.value.faults)
+
+
+def test_data_of_a_wrong_type_are_one_fault():
+    for data in (5, Batches(5)):
+        (fault,) = faults_of(Run(model=Layers(lambda: [torch.nn.Linear(2, 2)], loss=max), data=data))
+        assert fault.startswith(("data is 5", "data.fn is 5"))

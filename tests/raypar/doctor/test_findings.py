@@ -219,6 +219,14 @@ def test_the_cluster_is_told_a_lost_node_and_one_that_gives_no_cpu(monkeypatch):
     assert (head.level, head.text) == ("note", "n1 (10.0.0.1) has no CPU to give: no actor lands there")
 
 
+def test_a_ray_of_our_own_is_told_by_the_machine_and_not_by_its_slots(monkeypatch):
+    monkeypatch.setattr(ray, "nodes", list)
+    monkeypatch.setattr(examination, "num_cores", lambda: 2)
+    monkeypatch.setattr(examination, "total_memory", lambda: 8 << 30)
+    (here,) = cluster_findings("", [node_with(total={"CPU": 16.0})])
+    assert here.text.endswith(": 2 cores, 8.0 GiB of memory, 0 GPUs; at most 16 actors start here, and share them")
+
+
 def test_a_mac_is_not_sick_for_what_it_lacks():
     facts = {"system": "darwin", "interfaces": {}, "shm": {"total": 0, "free": 0}}
     assert [level for level, _, _ in found_on(facts, node_with(address="127.0.0.1"), alone=True)] == ["ok"] * 4
@@ -353,7 +361,7 @@ def test_a_cluster_is_examined_and_groups_are_timed(cluster, said, quick):
     found = json.loads(out)
     assert (code, err) == (0, ""), out
     by_subject = {one["subject"]: one for one in found}
-    assert by_subject["ray"]["text"].endswith("1 node, 16 CPUs, 0 GPUs")
+    assert by_subject["ray"]["text"].endswith(", 0 GPUs; at most 16 actors start here, and share them")
     assert by_subject["times"]["text"].startswith("all_reduce in ") and "1 MiB" in by_subject["times"]["text"]
     assert {"leftovers", "versions", "network", "gpus", "memory", "token"} <= by_subject.keys()
 

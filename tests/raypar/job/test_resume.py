@@ -19,7 +19,7 @@ from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.optimizer import STATE_KEYS
 from raypar.checkpoint import verified
 from raypar.config.toml import as_begun, plain_of, recorded_run
-from raypar.job.start.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared
+from raypar.job.start.resume import _of_own_layers, _tensor_faults, demand_resumable, find, prepared, rate_jumps
 from raypar.paths import CHECKPOINTS, checkpoints
 from raypar.reporting.run_folder.read import read
 from tests.support.checkpoints import flip
@@ -245,6 +245,28 @@ def test_what_may_change_is_said(trained, caplog):
         run = tiny(mesh=rp.Mesh(pp=4), optim=replace(tiny().optim, lr=0.5))
         demand_resumable(run, skeleton_of(run), find(folder))
     assert [record.getMessage() for record in caplog.records] == ["resumed with optim.lr 0.5, which was 0.001"]
+
+
+@pytest.mark.parametrize(
+    ("taken", "before", "steps", "told"),
+    [
+        (30, 30, 60, ["jumps from 0.000103 in step 30 to 0.000574 in step 31: its curve is that of 60 steps now, and"]),
+        (15, 30, 60, ["jumps from 0.00065 in step 15 to 0.000893 in step 16"]),
+        (30, 60, 61, []),
+        (30, 60, 60, []),
+        (0, 30, 60, []),
+    ],
+)
+def test_a_rate_that_jumps_is_said(taken, before, steps, told):
+    run = tiny(optim=rp.AdamW(lr=1e-3, warmup=2, decay="cosine", final=0.1), steps=steps)
+    found = [*rate_jumps(run, taken, before)]
+    assert len(found) == len(told) and all(text in fault for text, fault in zip(told, found, strict=True)), found
+
+
+def test_more_steps_say_so_where_a_run_goes_on(trained, caplog):
+    run = tiny(steps=60)
+    demand_resumable(run, skeleton_of(run), find(trained[0]))
+    assert "resumed with steps 60, which was 6" in caplog.text and "the learning rate jumps from" in caplog.text
 
 
 def test_the_newest_sound_one_is_found(trained, tmp_path, caplog):

@@ -61,3 +61,24 @@ def test_a_column_without_a_row_is_told_with_its_fix(plan, says):
 )
 def test_a_plan_that_fits_is_no_fault(plan):
     assert not faults(plan)
+
+
+@pytest.mark.parametrize(("classes", "tp", "held"), [(3, 2, "2 of its 3"), (5, 2, "3 of its 5"), (5, 3, "2 of its 5")])
+@pytest.mark.parametrize("wide", [8, 7])
+def test_uneven_parts_of_the_last_layer_are_told_as_even_ones_are(classes, tp, held, wide):
+    def classifier():
+        return [nn.Linear(4, wide), nn.Tanh(), nn.Linear(wide, classes)]
+
+    def labels(step, microbatch, dp):
+        return torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
+
+    def told(plan):
+        model = rp.Layers(classifier, nn.functional.cross_entropy, plan=plan)
+        return rp.faults(rp.Run(model=model, data=rp.Batches(labels), mesh=rp.Mesh(tp=tp), microbatches=2))
+
+    (found,) = told({"layers.2": "column"})
+    assert f"an actor makes {held} outputs, and the loss needs all" in found
+    fits = wide % tp == 0
+    assert found.endswith("this one 'row_split_input'" if fits else "or leave it out of the plan")
+    assert not told({"layers.2": "row_split_input"}) or not fits
+    assert not told({"layers.0": "column", "layers.2": "row"}), "uneven parts may be what a row takes"
