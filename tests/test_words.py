@@ -29,6 +29,8 @@ _CODE = re.compile(  # fences, code within lines, and link targets
 )
 _WORDS = re.compile(rf"\b(?:{REFUSED.replace(' ', '|')})\b", re.IGNORECASE)
 _IN_NAMES = re.compile(rf"(?:^|_)(?:{REFUSED.replace(' ', '|')})(?=_|$)")
+_TITLES = "|".join(word.title() for word in REFUSED.split())  # as in MySeat
+_ANYWHERE = re.compile(rf"(?<![a-zA-Z])(?i:{REFUSED.replace(' ', '|')})(?![a-z])|(?:{_TITLES})(?![a-z])")
 
 
 def texts(source):
@@ -56,6 +58,8 @@ def names(source):
 
 def dialect(source):
     """Return the words of the dialect in a source text, each with its line."""
+    if not _ANYWHERE.search(source):
+        return []
     found = [fault for line, text in texts(source) for fault in _refused(line, text)]
     return found + [f"{line}: the name {name}" for line, name in names(source) if _IN_NAMES.search(_words_of(name))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from raypar.actors.mesh.mesh import Mesh
@@ -39,11 +40,17 @@ def recipe(name: str, layout: str | None = None, **changes: Any) -> Run:
     Raises:
         ConfigError: There is no such recipe, or no such layout, or a field is given that the layout sets.
     """
-    started = run_of(recipe_table(name))
+    started = _begun(name) if isinstance(name, str) else run_of(recipe_table(name))
     laid_out = {} if layout is None else fields_of(layout)
     both = (field for field in laid_out if field in changes)
     ConfigError.raise_if(f"layout {layout!r} sets {field}, which is given too: leave one of them out" for field in both)
     return replace(started, **laid_out, **changes)
+
+
+@cache
+def _begun(name: str) -> Run:
+    """Return the run of a recipe, without changes."""
+    return run_of(recipe_table(name))
 
 
 @checked_arguments

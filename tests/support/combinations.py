@@ -175,6 +175,7 @@ def refusal(changes: Changes, data: rp.Text) -> tuple[object, str] | None:
 
 
 @cache
+@cache
 def table() -> tuple[Mapping[tuple[str, str], str], Sequence[tuple[str, str]]]:
     """Return the cells of the table by two features, and the sentences and commands to which numbers in them refer."""
     cells, numbers, notes = dict[tuple[str, str], str](), dict[object, int](), list[tuple[str, str]]()
