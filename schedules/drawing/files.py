@@ -15,7 +15,7 @@ from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
 from raypar.schedules.reading.torch_csv import to_csv
 from raypar.schedules.schedule import Schedule, ScheduleError
-from raypar.schedules.simulation.simulate import UNIT, simulate
+from raypar.schedules.simulation.simulate import UNIT, simulate_to_deadlock
 from raypar.schedules.timeline import Timeline
 
 
@@ -30,7 +30,10 @@ def drawings(drawn: Schedule | Timeline) -> dict[str, Callable[[], str]]:
     """
     kinds = {".svg": lambda: svg(drawn), ".txt": lambda: text(drawn, width=None)}
     if isinstance(drawn, Schedule):
-        trace = {".csv": lambda: to_csv(drawn), ".json": lambda: json.dumps(chrome_trace(simulate(drawn, UNIT)))}
+        trace = {
+            ".csv": lambda: to_csv(drawn),
+            ".json": lambda: json.dumps(chrome_trace(simulate_to_deadlock(drawn, UNIT)[0])),
+        }
     else:
         trace = {".json": lambda: json.dumps(chrome_trace(drawn))}
     return kinds | trace

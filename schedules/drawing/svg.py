@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import colorsys
 import html
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
+from pathlib import Path
+from textwrap import wrap
 
-from raypar.schedules.action import COMPUTE, Action, Op
-from raypar.schedules.drawing.text import plain, slot_length, spelling, summary
-from raypar.schedules.float_sum import float_sum
+from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.drawing.boxes import Box, boxes_of
+from raypar.schedules.drawing.palette import GREY, INK, color
+from raypar.schedules.drawing.text import deadlock_lines, plain, slot_length, spelling, summary
 from raypar.schedules.rules import gathers
-from raypar.schedules.schedule import MOST_DRAWN, Schedule
-from raypar.schedules.simulation.simulate import UNIT, simulate
+from raypar.schedules.schedule import Schedule
+from raypar.schedules.simulation.simulate import Costs, simulate_to_deadlock
 from raypar.schedules.timeline import Event, Timeline
 
 _ROUND = (1.0, 2.0, 5.0, 10.0)
@@ -48,53 +50,72 @@ def _multiples(low: float, high: float, step: float) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
+_TYPE, _NUMBER = 14, 12  # of the text, and of microbatches
 LANE = 26
 GAP = 6
 MARGIN = 84
-HEADING = 22
-SLOT = 28
-FINEST = 1
-PAGE, LEAST = 1000, 15  # pixels: the width that a picture is fitted to, unless slots became narrower than LEAST
-# pixels: of the type; between two ticks; a letter; around a key
-_TYPE = 14
-_TICK = 90
-_LETTER = 8.6
-_KEY = 36
-# Hue and saturation of each op; the chunks of a rank differ in lightness.
-_HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11, 0.75)}
-_NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "its input half", Op.W: "its weight half"}
-_GREY = "#868e96"
-_THIN = 4  # pixels: height of the line of a bucket's reduction, and of one that shows how long a stage is whole
-_FAINT, _PALE = 0.45, 0.4
-_PAPER, _INK = 'class="raypar-paper" fill="#ffffff"', 'class="raypar-ink" fill="#343a40"'
-_DARK = (
-    "<style>@media (prefers-color-scheme: dark) "
-    "{ .raypar-paper { fill: #16181d } .raypar-ink { fill: #dee2e6 } }</style>"
-)
+HEADING = 20
+SLOT = 36  # the widest that the shortest kind of action is drawn
+PAGE = 1000  # the width of a picture, unless slots became wider than SLOT
+RULER = 14  # height of the line of numbers below a lane whose boxes are too narrow for them
+LEAST = 1.45  # width of the narrowest box: more than 2 pixels where a picture is 1,440 wide
+WIDEST = 66  # of a box of joined actions: each has its range below it, less than 100 pixels from the next one
+MOST_BOXES = 8_000  # of a picture: beyond it, wider boxes are joined too
+_TICK = 90  # between two ticks
+_LETTER, _DIGIT = 7.7, 6.9
+_KEY = 36  # around a key
+_NAMES = {
+    Op.F: "F forward",
+    Op.B: "B backward",
+    Op.I: "I its input half",
+    Op.W: "W its weight half",
+    Op.SEND_F: "SEND",
+    Op.RECV_F: "RECV, with waiting",
+    Op.STEP: "STEP",
+}
+_THIN = 4  # height of the line of a bucket's reduction, and of one that shows how long a stage is whole
+_FAINT, _PALE = 0.45, 0.3
+_PAPER, _INK = 'class="raypar-paper" fill="none"', 'class="raypar-ink"'
+_COSTS = Costs()
+_EXCHANGE = 0.3  # of a forward: how wide a SEND or a RECV is drawn in a schedule that has them
 
 
-def svg(drawn: Schedule | Timeline, *, done: Collection[Action] | None = None, cursor: Action | None = None) -> str:
-    """Draw a schedule or a timeline as standalone SVG.
+def svg(
+    drawn: Schedule | Timeline,
+    *,
+    done: Collection[Action] | None = None,
+    cursor: Action | None = None,
+    span: float = 0.0,
+) -> str:
+    """Draw a schedule or a timeline as standalone SVG, as wide as what contains it.
 
-    In a schedule every action is one slot long; a timeline is drawn to scale, with a time axis. Boxes are
-    coloured by op, lighter for later chunks of a rank. The number in a box is the microbatch, and a tooltip gives the
-    details. Waiting for a value, gradient reduction (a thin line for each bucket) and STEP are grey. If the schedule
-    gathers weights, each stage has a thin line below its rank: grey while they are gathered, and in the stage's colour
-    while they are whole. Beyond MOST_DRAWN events the picture is cut, and a heading says so. The background is light or
-    dark, like the reader's page.
+    In a schedule F, I and W are one unit long and B two, and a lowered one has its SEND, RECV and STEP; a timeline is
+    drawn to scale, with a time axis. Boxes are coloured by op, lighter for later chunks of a rank. The number in a box
+    is the microbatch; where boxes are too narrow for it, a line below the lane has every n-th one. Adjoining actions of
+    a kind that would be narrower than 2 pixels become one box with their range. A tooltip gives the details. If the
+    schedule gathers weights, each stage has a thin line below its rank: grey while they are gathered, and in the
+    stage's colour while they are whole. A page's picture has the page's colours; a file's is light or dark, like the
+    reader's system.
 
     Args:
-        drawn: The schedule or timeline.
+        drawn: The schedule or timeline. A schedule that deadlocks is drawn as far as it goes.
         done: The actions of a step under way that are done; the others are drawn pale. None draws all alike.
         cursor: The action that comes next, which gets a frame.
+        span: The least length of the time axis, so that several pictures can have the same.
 
     Returns:
         The SVG.
     """
-    if isinstance(drawn, Schedule):
-        timeline = simulate(drawn, UNIT)
-        return LanesPicture({"": timeline}, [summary(timeline, in_slots=True)], None, done, cursor).svg()
-    return LanesPicture({"": drawn}, [summary(drawn)], spelling(drawn), done, cursor).svg()
+    if isinstance(drawn, Timeline):
+        return LanesPicture({"": drawn}, [summary(drawn)], spelling(drawn), done, cursor, span).svg()
+    timeline, deadlock = simulate_to_deadlock(drawn, _COSTS)
+    used = {event.action.op for event in timeline.events}
+    costs = ", ".join(f"{op.value} {_COSTS.of(Action(None, op, None)):g}" for op in _NAMES if op in COMPUTE & used)
+    headings = [summary(timeline, named=f"{drawn.name} ({costs})"), *deadlock_lines(timeline, deadlock)]
+    if drawn.lowered:
+        ends = {(stage, op): _EXCHANGE for stage in range(drawn.num_stages) for op in SENDS | RECVS}
+        timeline, _ = simulate_to_deadlock(drawn, Costs(step=1.0, of_stage=ends))
+    return LanesPicture({"": timeline}, headings, None, done, cursor, span).svg()
 
 
 @dataclass
@@ -107,6 +128,7 @@ class LanesPicture:
         spelled: Formats the times of the axis. None draws no axis.
         done: As in ``svg``.
         cursor: As in ``svg``.
+        span: As in ``svg``.
     """
 
     timelines: Mapping[str, Timeline]
@@ -114,102 +136,133 @@ class LanesPicture:
     spelled: Callable[[float], str] | None
     done: Collection[Action] | None = None
     cursor: Action | None = None
+    span: float = 0.0
 
     def __post_init__(self) -> None:
-        """Compute the boxes, the scale and the sizes in pixels."""
+        """Compute the boxes, the scale and the sizes."""
         self._timelines, self._names = list(self.timelines.values()), list(self.timelines)
         self._schedule = self._timelines[0].schedule
-        span, slot = max(timeline.makespan for timeline in self._timelines), slot_length(self._timelines[0])
-        self._scale = min(SLOT / slot, max(LEAST / slot, (PAGE - MARGIN - GAP) / span)) if span else 1.0
-        visible = [
-            (event.start - zero, lane, event)
-            for lane, (timeline, zero) in enumerate((one, one.start) for one in self._timelines)
-            for event in timeline.events
-            if (event.end - event.start) * self._scale > FINEST
-        ]
-        self._boxes = nsmallest(MOST_DRAWN, visible, key=lambda box: box[0])
-        if len(self._boxes) < len(visible):
-            self.headings = [*self.headings, f"(the first {MOST_DRAWN} of {len(visible)} boxes)"]
-            span = max(start + event.end - event.start for start, _, event in self._boxes)
-        self._span, self._top = span, 18 + HEADING * len(self.headings)
+        self.span = max(self.span, *(timeline.makespan for timeline in self._timelines))
+        slot = slot_length(self._timelines[0])
+        self._scale = min(SLOT / slot, (PAGE - MARGIN - GAP) / self.span) if self.span else 1.0
+        computed = (event.action for event in self._timelines[0].events if event.action.op in COMPUTE)
+        digits = max((len(str(action.microbatch)) for action in computed), default=0)
+        self._ruler = RULER if slot * self._scale < _DIGIT * digits + 2 else 0
+        least = LEAST / self._scale
+        while len(boxes := list(self._boxes(least))) > MOST_BOXES and least < self.span:
+            least *= 2
+        self._drawn = boxes
         ranks = range(self._schedule.num_ranks)
         most = max(len(self._schedule.stages_of(rank)) for rank in ranks) if gathers(self._schedule) else 0
         self._strip = most * (_THIN + 1)  # height of the lines that show what is whole
+        self._width = max(min(PAGE, MARGIN + self._scale * self.span + GAP), PAGE / 2)
+        self._headings = [line for text in self.headings for line in wrap(text, int((self._width - 2 * GAP) / _LETTER))]
+        self._keys = list(self._rows_of_keys())
+        self._top = 14 + HEADING * len(self._headings)
         self._bottom = self._top + self._schedule.num_ranks * self._pitch
-        drawn = {event.action.op for _, _, event in self._boxes}
-        self._keys = list(self._shades(drawn))
-        keys = float_sum(_KEY + _LETTER * len(name) for _, _, name in self._keys)
-        least = max(_LETTER * max(map(len, self.headings)) + 2 * GAP, MARGIN + keys)
-        self._width = max(MARGIN + self._scale * span + GAP, least)
 
-    def _shades(self, drawn: Collection[Op]) -> Iterator[tuple[str, float, str]]:
+    def _boxes(self, least: float) -> Iterator[tuple[int, Box]]:
+        """Yield each box with the number of its lane; its times are from the start of its timeline on."""
+        for number, timeline in enumerate(self._timelines):
+            zero, lanes = timeline.start, defaultdict[int, list[Event]](list)
+            for event in timeline.events:
+                moved = event._replace(start=event.start - zero, end=event.end - zero)
+                if event.bucket is not None:
+                    if (event.end - event.start) * self._scale > LEAST:
+                        yield number, Box((moved,), moved.start, moved.end)
+                elif event.action.op in COMPUTE or event.end - event.start > least * (1 if timeline.measured else 1e-6):
+                    lanes[event.rank].append(moved)
+            for lane in lanes.values():
+                yield from ((number, box) for box in boxes_of(lane, least, max(least, WIDEST / self._scale)))
+
+    def _rows_of_keys(self) -> Iterator[list[tuple[float, str, float, str]]]:
+        """Yield rows of x, colour, opacity and meaning: one for each kind of box in the picture."""
+        row, x = [], float(MARGIN)
+        for fill, opacity, name in self._shades():
+            if x + _KEY + _LETTER * len(name) > self._width and row:
+                yield row
+                row, x = [], float(MARGIN)
+            row.append((x, fill, opacity, name))
+            x += _KEY + _LETTER * len(name)
+        yield row
+
+    def _shades(self) -> Iterator[tuple[str, float, str]]:
         """Yield colour, opacity and meaning of each kind of box in the picture."""
+        drawn = {event.action.op for _, box in self._drawn for event in box.events}
+        shades = {color(op) for op in drawn}
         for op, name in _NAMES.items():
-            if op in drawn:
-                yield _color(op, 0), 1.0, f"{op.value} {name}"
-        if set(drawn) - COMPUTE:
-            yield _GREY, _FAINT, "waiting, gathering, reducing, STEP" if self._strip else "waiting, reducing, STEP"
+            if color(op) in shades:
+                yield color(op), 1.0, name
+        if GREY in shades or self._strip:
+            yield GREY, _FAINT, "gathering, reducing" if self._strip else "reducing, moving"
         if self._strip:
-            yield _color(Op.F, 0), 1.0, "thin line: weights whole"
+            yield color(Op.F), 1.0, "thin line: weights whole"
         if any(len(self._schedule.stages_of(rank)) > 1 for rank in range(self._schedule.num_ranks)):
-            yield _color(Op.F, 0.5), 1.0, "lighter: later chunk"
+            yield color(Op.F, 1.0), 1.0, "lighter: later chunk"
         if len(self._names) > 1:
-            yield _color(Op.F, 0), _PALE, f"pale: {self._names[1]}"
+            yield color(Op.F), _PALE, f"pale: {self._names[1]}"
         elif self.done is not None:
-            yield _color(Op.F, 0), _PALE, "pale: to come"
+            yield color(Op.F), _PALE, "pale: to come"
+
+    @property
+    def _lane_pitch(self) -> int:
+        return LANE + 2 + self._strip + self._ruler
 
     @property
     def _pitch(self) -> int:
-        """Return the height of one rank's lanes and the gap below them, in pixels."""
-        return len(self._timelines) * (LANE + 2 + self._strip) - 2 + GAP * len(self._timelines)
+        """Return the height of one rank's lanes and the gap below them."""
+        return len(self._timelines) * (self._lane_pitch + GAP) - 2
 
     def svg(self) -> str:
         """Return the SVG."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        axis = 0 if self.spelled is None else 22
-        width, height, title = round(self._width), self._bottom + axis + 26, html.escape("; ".join(self.headings))
+        keys = self._bottom + (26 if self.spelled is None else 44)
+        width, height = round(self._width), keys + HEADING * (len(self._keys) - 1) + 10
+        shown = f"{self._schedule.num_ranks} ranks, {self._schedule.num_microbatches} microbatches"
         yield (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img" '
-            f'viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" font-size="{_TYPE}" '
-            f'style="max-width: 100%; height: auto">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" role="img" viewBox="0 0 {width} {height}" width="100%" '
+            f'font-family="system-ui, sans-serif" font-size="{_TYPE}" '
+            f'style="display: block; height: auto; max-width: {width if width < PAGE else 2 * PAGE}px">'
         )
-        yield f"<title>{title}</title>"
-        yield _DARK
+        yield f"<title>{html.escape('; '.join(self.headings))}</title>"
+        yield f"<desc>{shown}: a lane for each rank, time from left to right, a box for each action.</desc>"
+        yield f"<style>{Path(__file__).with_name('svg.css').read_text(encoding='utf-8')}</style>"
         yield f'<rect {_PAPER} width="{width}" height="{height}" rx="8"/>'
-        for line, heading in enumerate(self.headings):
-            font = f'x="{2 * GAP}" y="{24 + line * HEADING}" font-weight="{400 if line else 600}"'
+        for line, heading in enumerate(self._headings):
+            font = f'x="{2 * GAP}" y="{22 + line * HEADING}" font-weight="{400 if line else 600}"'
             yield f"<text {_INK} {font}>{html.escape(heading)}</text>"
         yield from self._axis()
         yield from self._lanes()
         yield from self._whole()
-        for start, lane, event in sorted(self._boxes, key=lambda box: box[2].bucket is not None):  # thin lines on top
-            yield self._box(start, lane, event)
-        yield from self._legend(height - 10)
+        for lane, box in sorted(self._drawn, key=lambda drawn: drawn[1].first.bucket is not None):  # thin lines on top
+            yield self._box(lane, box)
+        yield from self._rulers() if self._ruler else ()
+        for row, found in enumerate(self._keys):
+            yield from self._legend(keys + HEADING * row, found)
         yield "</svg>"
 
     def _axis(self) -> Iterator[str]:
         if self.spelled is None:
             return
-        width = self._scale * self._span
-        for tick in ticks(0.0, self._span, 1 + int(width / _TICK)):
+        for tick in ticks(0.0, self.span, 1 + int(self._scale * self.span / _TICK)):
             x = MARGIN + tick * self._scale
             yield (
-                f'<path d="M{x:.1f} {self._top - 4}V{self._bottom}" stroke="{_GREY}" stroke-opacity="0.35"/>'
+                f'<path d="M{x:.1f} {self._top - 4}V{self._bottom}" stroke="{GREY}" stroke-opacity="0.35"/>'
                 f'<text {_INK} x="{x:.1f}" y="{self._bottom + 16}" '
                 f'text-anchor="{"middle" if x < self._width - 24 else "end"}">{html.escape(self.spelled(tick))}</text>'
             )
 
     def _lanes(self) -> Iterator[str]:
-        wide = self._scale * self._span
+        wide = self._scale * self.span
         for rank in range(self._schedule.num_ranks):
             for lane, name in enumerate(self._names):
                 y, label = self._y(rank, lane), name if lane else self._schedule.label(rank)
                 yield f'<text {_INK} x="{2 * GAP}" y="{y + 18}">{html.escape(label)}</text>'
                 yield (
-                    f'<rect class="raypar-lane" x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{LANE}" rx="4" '
-                    f'fill="{_GREY}" fill-opacity="0.13"/>'
+                    f'<rect class="raypar-lane" x="{MARGIN}" y="{y}" width="{wide:.1f}" height="{LANE}" rx="2" '
+                    f'fill="{GREY}" fill-opacity="0.13"/>'
                 )
 
     def _whole(self) -> Iterator[str]:
@@ -225,9 +278,9 @@ class LanesPicture:
                 elif op is Op.RESHARD and stage in since:
                     first = since.pop(stage)
                     start, end = (at - timeline.start for at in (first.end, event.end))
-                    if start < self._span:
+                    if start < self.span:
                         x, y = MARGIN + start * self._scale, self._line(first, lane)
-                        width = max(0.0, (min(end, self._span) - start) * self._scale - FINEST)
+                        width = max(0.0, (min(end, self.span) - start) * self._scale - LEAST / 2)
                         tip = html.escape(f"stage {stage} is whole on {first.actor}")
                         yield (
                             f'<g><title>{tip}</title><rect class="raypar-whole" x="{x:.1f}" y="{y}" '
@@ -240,62 +293,72 @@ class LanesPicture:
         chunk = self._schedule.stages_of(event.rank).index(event.action.stage)
         return self._y(event.rank, lane) + LANE + 1 + chunk * (_THIN + 1)
 
-    def _box(self, start: float, lane: int, event: Event) -> str:
-        """Draw the box of one event, which is in lane number ``lane`` of its rank."""
-        x, y = MARGIN + start * self._scale, self._y(event.rank, lane)
-        length = event.end - event.start
-        width = length * self._scale - FINEST
-        computes, height = event.action.op in COMPUTE, LANE if event.bucket is None else _THIN
-        top = self._line(event, lane) if event.part and event.action.op is Op.UNSHARD else y + LANE - height
-        pale = lane > 0 or (self.done is not None and event.action not in self.done)
-        label, ink = str(event.action.microbatch) if computes else "", _INK if pale else 'fill="#fff"'
-        number = f'<text {ink} x="{x + width / 2:.1f}" y="{y + 18}" text-anchor="middle">{label}</text>'
-        opacity = (1.0 if computes else _FAINT) * (_PALE if pale else 1.0)
+    def _box(self, lane: int, box: Box) -> str:
+        """Draw a box in lane number ``lane`` of its rank."""
+        event, op = box.first, box.first.action.op
+        x, y = MARGIN + box.start * self._scale, float(self._y(event.rank, lane))
+        width = max(LEAST, (box.end - box.start) * self._scale - (LEAST / 2 if len(box.events) == 1 else 0))
+        height = LANE / box.bands
+        top = y + box.band * height
+        if event.bucket is not None:
+            height = _THIN
+            top = self._line(event, lane) if event.part and op is Op.UNSHARD else y + LANE - height
+        elif op in SENDS | RECVS and box.bands == 1:
+            height = LANE / 2
+            top = y + (LANE / 2 if op in RECVS else 0)
+        pale = lane > 0 or (self.done is not None and not self.done.issuperset(one.action for one in box.events))
+        label = str(event.action.microbatch) if op in COMPUTE and not self._ruler else ""
+        kind = "raypar-ink raypar-pale" if pale else "raypar-number"
+        number = f'<text class="{kind}" x="{x + width / 2:.1f}" y="{y + 18:g}">{label}</text>'
+        opacity = (_FAINT if self._fill(event) == GREY else 1.0) * (_PALE if pale else 1.0)
         faint = "" if opacity == 1.0 else f' fill-opacity="{opacity:.2g}"'
-        frame = f' stroke="{_GREY}" stroke-width="3"' if event.action == self.cursor else ""
-        size = f'x="{x:.1f}" y="{top}" width="{width:.1f}" height="{height}" rx="3"'
-        outline = f"M{x:.1f} {top}h{width:.1f}v{height}h{-width:.1f}z"
-        below = f'<path {_PAPER} d="{outline}"/>' if faint and self.spelled else ""  # hides the lines of the axis
+        frame = f' stroke="{INK}" stroke-width="3"' if event.action == self.cursor else ""
+        size = f'x="{x:.1f}" y="{top:.4g}" width="{width:.1f}" height="{height:.3g}"'
         return (
-            f"<g><title>{self._tip(start, lane, event)}</title>{below}<rect {size} "
-            f'fill="{self._fill(event)}"{faint}{frame}/>'
-            f"{number if 0 < 8 * len(label) <= width else ''}</g>"
+            f"<g><title>{self._tip(lane, box)}</title><rect {size} "
+            f'fill="{self._fill(event)}"{faint}{frame}/>{number if label and _DIGIT * len(label) <= width else ""}</g>'
         )
 
-    def _tip(self, start: float, lane: int, event: Event) -> str:
-        spelled, name = self.spelled or plain, self._names[lane]
+    def _tip(self, lane: int, box: Box) -> str:
+        spelled, name, event = self.spelled or plain, self._names[lane], box.first
         part = f" ({event.part})" if event.part else ""
-        who = f"{event.action}{part} on {event.actor}{f', {name}' if name else ''}"
-        return html.escape(f"{who}: {spelled(start)} to {spelled(start + event.end - event.start)}")
+        who = f"{box.name}{part} on {event.actor}{f', {name}' if name else ''}"
+        return html.escape(f"{who}: {spelled(box.start)} to {spelled(box.end)}")
+
+    def _rulers(self) -> Iterator[str]:
+        """Yield the line of numbers below each lane, as many as have room."""
+        free = defaultdict[tuple[int, int], float](float)
+        for lane, box in sorted(self._drawn, key=lambda drawn: drawn[1].start):
+            event, x = box.first, MARGIN + box.start * self._scale
+            if event.action.op not in COMPUTE or x < free[event.rank, lane]:
+                continue
+            name = f"{event.action.op.value}{box.microbatches}"
+            if _DIGIT * len(name) > WIDEST:
+                name = f"{event.action.op.value}{event.action.microbatch}"
+            wide = _DIGIT * len(name)
+            free[event.rank, lane] = x + wide + GAP
+            y = self._y(event.rank, lane) + LANE
+            yield (
+                f'<path d="M{x + LEAST / 2:.1f} {y}v4" stroke="{INK}"/>'
+                f'<text {_INK} font-size="{_NUMBER}" x="{min(x, self._width - wide):.1f}" y="{y + RULER}">{name}</text>'
+            )
 
     def _fill(self, event: Event) -> str:
         stage, op, _, _ = event.action
-        if stage is None or op not in _HUES:
-            return _GREY
-        return self._shade(stage, op)
+        return color(op) if stage is None else self._shade(stage, op)
 
     def _shade(self, stage: int, op: Op = Op.F) -> str:
         """Return the colour of a stage's op: lighter for a later chunk of its rank."""
         stages = self._schedule.stages_of(self._schedule.row_of(stage, 0))
-        return _color(op, stages.index(stage) / len(stages))
+        return color(op, stages.index(stage) / max(1, len(stages) - 1))
 
-    def _legend(self, y: float) -> Iterator[str]:
-        x = float(MARGIN)
-        for color, opacity, name in self._keys:
+    def _legend(self, y: float, keys: Sequence[tuple[float, str, float, str]]) -> Iterator[str]:
+        for x, fill, opacity, name in keys:
             faint = "" if opacity == 1.0 else f' fill-opacity="{opacity:.2g}"'
             yield (
-                f'<rect class="raypar-key" x="{x:.1f}" y="{y - 10}" width="12" height="12" rx="2" '
-                f'fill="{color}"{faint}/>'
+                f'<rect class="raypar-key" x="{x:.1f}" y="{y - 11}" width="12" height="12" fill="{fill}"{faint}/>'
                 f'<text {_INK} x="{x + 17:.1f}" y="{y}">{html.escape(name)}</text>'
             )
-            x += _KEY + _LETTER * len(name)
 
     def _y(self, rank: int, lane: int) -> int:
-        return self._top + rank * self._pitch + lane * (LANE + 2 + self._strip)
-
-
-def _color(op: Op, later: float) -> str:
-    """Return the colour of an op, lighter for a later chunk: ``later`` is 0 for a rank's first chunk and below 1."""
-    hue, saturation = _HUES[op]
-    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue, 0.38 + 0.2 * later, saturation))
-    return f"#{red:02x}{green:02x}{blue:02x}"
+        return self._top + rank * self._pitch + lane * (self._lane_pitch + 2)

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.cells import lines, padded, widest
+from raypar.schedules.drawing.palette import TERMINAL
 from raypar.schedules.formatting import milliseconds
 from raypar.schedules.rules import gathers, opens_and_closes
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.simulation.simulate import UNIT, Outcome, simulate
+from raypar.schedules.simulation.simulate import UNIT, Outcome, simulate_to_deadlock
 from raypar.schedules.timeline import Timeline
 from raypar.schedules.versions import most_versions, versions_in
 
 MOST_LANES = 64
 WIDTH = 160
 
-_ANSI = {Op.F: "\x1b[30;44m", Op.B: "\x1b[30;42m", Op.I: "\x1b[30;46m", Op.W: "\x1b[30;43m"}
+_MOST_NUMBERS = 8  # of ranks or stages that a line lists one by one
 _PLAIN = "\x1b[0m"
 _GOES_ON = "--"
 
@@ -30,6 +31,7 @@ def text(
     width: int | None = WIDTH,
     done: Collection[Action] | None = None,
     cursor: Action | None = None,
+    whole: str = '.save("FILE.svg")',
 ) -> str:
     """Draw the compute actions of a schedule or a timeline as a grid of characters.
 
@@ -47,13 +49,21 @@ def text(
         width: The most characters of a line, or None for no limit. A last line says if the grid was cut.
         done: The actions of a step under way that have happened; the others are lower case, ``f0``, and not coloured.
         cursor: The action that comes next, drawn as ``>f0``.
+        whole: What draws all of it, for the line that says what was left out.
 
     Returns:
-        The text, of several lines.
+        The text, of several lines. A schedule that deadlocks is drawn as far as it goes, and the last line says why.
     """
-    timeline = simulate(drawn, UNIT) if isinstance(drawn, Schedule) else drawn
-    last = summary(timeline, in_slots=isinstance(drawn, Schedule))
-    return "\n".join([*grid({"": timeline}, color=color, width=width, done=done, cursor=cursor), last])
+    timeline, deadlock = simulate_to_deadlock(drawn, UNIT) if isinstance(drawn, Schedule) else (drawn, "")
+    picture = grid({"": timeline}, color=color, width=width, done=done, cursor=cursor, whole=whole)
+    picture.append(summary(timeline, named=f"{drawn.name} in slots" if isinstance(drawn, Schedule) else ""))
+    return "\n".join([*picture, *deadlock_lines(timeline, deadlock)])
+
+
+def deadlock_lines(timeline: Timeline, deadlock: str) -> list[str]:
+    """Return what to read below a picture of a schedule that ends in a deadlock; [] if it has none."""
+    drawn = f"drawn as far as it goes, {len(timeline.events)} of {timeline.schedule.num_actions} actions"
+    return [f"{drawn}: {deadlock}"] if deadlock else []
 
 
 def grid(
@@ -63,6 +73,7 @@ def grid(
     width: int | None = WIDTH,
     done: Collection[Action] | None = None,
     cursor: Action | None = None,
+    whole: str = '.save("FILE.svg")',
 ) -> list[str]:
     """Return the lines of ``text`` without the last one, for timelines of one schedule, by name, on one time axis.
 
@@ -101,10 +112,13 @@ def grid(
     picture = lines(labels, rows)
     if opens:
         picture.append("( before an action: UNSHARD gathers its stage's weights; ) after it: RESHARD frees them")
-    if visible < columns or len(shown) < schedule.num_ranks:
-        picture.append(
-            f"(ranks 0 to {shown[-1]} of {schedule.num_ranks}, slots 0 to {min(visible, columns) - 1} of {columns})"
-        )
+    left_out = [
+        f"{name} {first} to {of - 1} of {of}"
+        for name, first, of in (("ranks", len(shown), schedule.num_ranks), ("slots", visible, columns))
+        if first < of
+    ]
+    if left_out:
+        picture.append(f"(left out: {' and '.join(left_out)}; {whole} draws all)")
     drawn = [set(lane.values()) for lane in lanes]
     hidden = sum(
         1 for line, start, _, action in spans if line < len(labels) and start < visible and action not in drawn[line]
@@ -124,21 +138,20 @@ def spelling(timeline: Timeline) -> Callable[[float], str]:
     return milliseconds if timeline.measured else plain
 
 
-def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None, *, in_slots: bool = False) -> str:
+def summary(timeline: Timeline, spelled: Callable[[float], str] | None = None, *, named: str = "") -> str:
     """Describe a timeline in one line: makespan, bubble and activations in flight.
 
     Args:
         timeline: The timeline.
         spelled: Formats the makespan, or None for ``spelling(timeline)``.
-        in_slots: Whether to say that times are slots, one for each action.
+        named: What to call it, or "" for the schedule's name.
 
     Returns:
         The line.
     """
     if timeline.measured and not timeline.events:
         return f"{timeline.name}: nothing was measured (a step by hand is not)"
-    name = f"{timeline.name} in slots" if in_slots else timeline.name
-    return _figures(name, timeline, spelled or spelling(timeline))
+    return _figures(named or timeline.name, timeline, spelled or spelling(timeline))
 
 
 def outcome_summary(outcome: Outcome) -> str:
@@ -147,12 +160,19 @@ def outcome_summary(outcome: Outcome) -> str:
 
 
 def _figures(name: str, found: Timeline | Outcome, spelled: Callable[[float], str]) -> str:
-    held = found.in_flight
-    flying = " ".join(map(str, held)) if len(held) <= 16 else f"at most {max(held)}"
-    more = f", versions {' '.join(map(str, most_versions(found.schedule)))}" if found.schedule.stream else ""
+    flying = _numbers(found.in_flight, "ranks")
+    more = f", versions {_numbers(most_versions(found.schedule), 'stages')}" if found.schedule.stream else ""
     if skips := found.schedule.skips:
         more += f", skips {' '.join(f'{one}-{other}' for one, other in skips)}"
     return f"{name}: makespan {spelled(found.makespan)}, bubble {found.bubble:.1%}, in flight {flying}{more}"
+
+
+def _numbers(numbers: Sequence[int], of: str) -> str:
+    """Return a number for each rank or stage; a range if there are many."""
+    if len(numbers) <= _MOST_NUMBERS:
+        return " ".join(map(str, numbers))
+    least, most = min(numbers), max(numbers)
+    return f"{most} on all {of}" if least == most else f"{least} to {most}"
 
 
 def slot_length(timeline: Timeline) -> float:
@@ -228,7 +248,7 @@ def _painted(actions: Sequence[Action | None], style: _Style) -> list[str]:
     """Return the cells of one line, coloured with ANSI escapes."""
     done = style.done
     return [
-        cell if action is None or (done is not None and action not in done) else f"{_ANSI[action.op]}{cell}{_PLAIN}"
+        cell if action is None or (done is not None and action not in done) else f"{TERMINAL[action.op]}{cell}{_PLAIN}"
         for cell, action in zip(_cells(actions, style), actions, strict=True)
     ]
 

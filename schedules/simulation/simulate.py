@@ -105,7 +105,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
 
     Before lowering, a value reaches another rank ``costs.link`` after the end of its compute action. After lowering, a
     SEND takes no time of its rank unless ``of_stage`` says so, its value arrives ``costs.link`` later, and a RECV lasts
-    as long as the rank waits for the value.
+    as long as the rank waits for the value, and no less than ``of_stage`` says.
 
     The gathers and reductions of a rank queue up on its link to the replicas. UNSHARD takes no time of the rank: the
     stage's next F, B or I starts when its weights have arrived, or the first of ``units``. UNSHARD of a whole stage
@@ -123,13 +123,34 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, send_capacity: i
     Raises:
         ScheduleError: If the schedule deadlocks.
     """
+    timeline, deadlock = simulate_to_deadlock(schedule, costs, send_capacity=send_capacity)
+    if deadlock:
+        raise ScheduleError(deadlock)
+    return timeline
+
+
+def simulate_to_deadlock(
+    schedule: Schedule, costs: Costs | None = None, *, send_capacity: int | None = None
+) -> tuple[Timeline, str]:
+    """Simulate a schedule as ``simulate`` does, up to its deadlock if it has one.
+
+    Args:
+        schedule: As in ``simulate``.
+        costs: As in ``simulate``.
+        send_capacity: As in ``simulate``.
+
+    Returns:
+        The timeline of what can happen, and which rank waits for what then; "" if the schedule comes to its end.
+    """
     actors = [f"pp={schedule.label(rank).removeprefix('rank ')}" for rank in range(schedule.num_ranks)]
-    costs = costs or Costs()
-    events = (
-        Event(rank, actors[rank], action, start, end, bucket=0 if costs.is_beside(action) else None)
-        for rank, action, start, end in _performed(schedule, costs, send_capacity)
-    )
-    return Timeline(schedule, tuple(events))
+    costs, events, deadlock = costs or Costs(), list[Event](), ""
+    try:
+        for rank, action, start, end in _performed(schedule, costs, send_capacity):
+            bucket = 0 if costs.is_beside(action) else None
+            events.append(Event(rank, actors[rank], action, start, end, bucket=bucket))
+    except ScheduleError as error:
+        deadlock = str(error)
+    return Timeline(schedule, tuple(events)), deadlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +307,7 @@ class _Clock:
             start = max(start, arrival)
             return start, start + cost
         start = max(start, left)
-        end = max(start, arrival)
+        end = max(start + cost, arrival)
         if self._capacity:
             self._room[self._edge(action)].append(end)
         return start, end

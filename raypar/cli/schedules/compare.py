@@ -12,7 +12,7 @@ from typing import Annotated
 import tyro
 
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.cli.schedules.gallery import MOST_ACTIONS, timeline_picture
+from raypar.cli.schedules.gallery import MOST_ACTIONS, timeline_pictures
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.schedule_flags import SCHEDULE, CostArgs, SizeArgs, cost_faults, load_sized
@@ -245,5 +245,6 @@ def _page(args: CompareArgs, sides: Sequence[Side]) -> str:
     paragraphs = [
         section(name, element("ul", *(element("li", line) for line in body))) for name, body in _paragraphs(sides)
     ]
-    drawn = [section(side.word, timeline_picture(side.timeline)) for side in sides]
+    pictures = timeline_pictures([side.timeline for side in sides])
+    drawn = [section(side.word, picture) for side, picture in zip(sides, pictures, strict=True)]
     return document(title, concatenated(element("h1", title), head, *paragraphs, *drawn))

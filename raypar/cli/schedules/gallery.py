@@ -13,7 +13,7 @@ from markupsafe import Markup
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.schedule_flags import cost_faults
-from raypar.reporting.html.markup import NUMBER, VALUE, concatenated, document, element, html_table, note, section
+from raypar.reporting.html.markup import BELOW, NUMBER, concatenated, document, element, html_table, note, section
 from raypar.schedules.catalog import CATALOG, build
 from raypar.schedules.drawing.cells import lines, padded, widest
 from raypar.schedules.drawing.svg import svg
@@ -147,14 +147,15 @@ def _page(args: GalleryArgs, found: Sequence[Shown]) -> str:
     )
     rows = [(one.name, *one.cells) for one in found]
     head = section(
-        "Side by side", html_table(("schedule", *_HEAD), rows, ("", NUMBER, NUMBER, NUMBER, VALUE)), note(legend)
+        "Side by side", html_table(("schedule", *_HEAD), rows, ("", NUMBER, NUMBER, NUMBER, BELOW)), note(legend)
     )
-    drawn = [
-        section(one.name, note(one.what), timeline_picture(one.timeline)) for one in found if one.timeline is not None
-    ]
+    timelines = [(one, one.timeline) for one in found if one.timeline is not None]
+    pictures = timeline_pictures([timeline for _, timeline in timelines])
+    drawn = [section(one.name, note(one.what), picture) for (one, _), picture in zip(timelines, pictures, strict=True)]
     return document(title, concatenated(element("h1", title), head, *drawn))
 
 
-def timeline_picture(timeline: Timeline) -> Markup:
-    """Draw a timeline for a page; a wide one scrolls."""
-    return element("div", Markup(svg(timeline)), class_="wide")
+def timeline_pictures(timelines: Sequence[Timeline]) -> list[Markup]:
+    """Draw timelines for a page, all on one time axis; on a narrow page they scroll."""
+    span = max((timeline.makespan for timeline in timelines), default=0.0)
+    return [element("div", Markup(svg(timeline, span=span)), class_="wide") for timeline in timelines]

@@ -321,7 +321,8 @@ def _reductions(args: PaperArgs) -> tuple[Pass, ...]:
 
 
 def _grid(schedule: Schedule, color: bool) -> str:
-    return text(schedule, color=color, width=shutil.get_terminal_size().columns if color else WIDTH)
+    width = shutil.get_terminal_size().columns if color else WIDTH
+    return text(schedule, color=color, width=width, whole="-o FILE.svg")
 
 
 def _rows(schedule: Schedule) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-NUMBER, VALUE = "number", "value"  # CSS classes of table columns
+NUMBER, VALUE, BELOW = "number", "value", "below"  # CSS classes of table columns; the last is a line on a narrow page
 COLORS = ("one", "two", "three", "four", "five", "six")  # of lines
 
 

@@ -32,7 +32,7 @@ def test_thin_lines_show_gathers_and_what_is_whole():
     assert picture.count('class="raypar-whole"') == 3
     assert len(re.findall(r"<title>[01]UNSHARD \(unit 0\) on pp=0: ", picture)) == 3
     assert "stage 1 is whole on pp=0" in picture
-    assert "waiting, gathering, reducing, STEP" in picture and "thin line: weights whole" in picture
+    assert "gathering, reducing" in picture and "thin line: weights whole" in picture
     assert svg(ONE).count('class="raypar-whole"') == 3
     plain = svg(build("1f1b", 2, 2))
     assert "raypar-whole" not in plain and "weights whole" not in plain
