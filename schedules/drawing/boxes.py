@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from raypar.schedules.action import Op
+from raypar.schedules.action import COMPUTE, Op
 from raypar.schedules.formatting import consecutive
-from raypar.schedules.timeline import Event
+from raypar.schedules.timeline import Event, Timeline
 
 _JOINED = 3  # times the least width: boxes that are wider than this are never joined with others
 _MOST_BANDS = 6  # of a stretch, one above the other
@@ -49,6 +50,29 @@ class Box:
             return str(self.first.action)
         stages = {event.action.stage for event in self.events}
         return f"{self.first.action.stage if len(stages) == 1 else ''}{self.first.action.op.value}{self.microbatches}"
+
+
+def timeline_boxes(timeline: Timeline, least: float, widest: float) -> Iterator[Box]:
+    """Yield the boxes of a timeline, with times from its start on.
+
+    All compute actions are in them, and of a measured timeline the other events that are not too short.
+
+    Args:
+        timeline: The timeline.
+        least: As in ``boxes_of``.
+        widest: As in ``boxes_of``.
+    """
+    zero, rows = timeline.start, defaultdict[int, list[Event]](list)
+    for event in timeline.events:
+        moved = event._replace(start=event.start - zero, end=event.end - zero)
+        length = event.end - event.start
+        if event.bucket is not None:  # beside the actions of the row
+            if length > least:
+                yield Box((moved,), moved.start, moved.end)
+        elif event.action.op in COMPUTE or length > least * (1.0 if timeline.measured else 1e-6):
+            rows[event.rank].append(moved)
+    for row in rows.values():
+        yield from boxes_of(row, least, widest)
 
 
 def boxes_of(events: Iterable[Event], least: float, widest: float) -> Iterator[Box]:

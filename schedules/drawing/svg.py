@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import wrap
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
-from raypar.schedules.drawing.boxes import Box, boxes_of
+from raypar.schedules.drawing.boxes import Box, timeline_boxes
 from raypar.schedules.drawing.palette import GREY, INK, color
 from raypar.schedules.drawing.text import deadlock_lines, plain, slot_length, spelling, summary
 from raypar.schedules.rules import gathers
@@ -163,17 +163,9 @@ class LanesPicture:
 
     def _boxes(self, least: float) -> Iterator[tuple[int, Box]]:
         """Yield each box with the number of its lane; its times are from the start of its timeline on."""
-        for number, timeline in enumerate(self._timelines):
-            zero, lanes = timeline.start, defaultdict[int, list[Event]](list)
-            for event in timeline.events:
-                moved = event._replace(start=event.start - zero, end=event.end - zero)
-                if event.bucket is not None:
-                    if (event.end - event.start) * self._scale > LEAST:
-                        yield number, Box((moved,), moved.start, moved.end)
-                elif event.action.op in COMPUTE or event.end - event.start > least * (1 if timeline.measured else 1e-6):
-                    lanes[event.rank].append(moved)
-            for lane in lanes.values():
-                yield from ((number, box) for box in boxes_of(lane, least, max(least, WIDEST / self._scale)))
+        widest = max(least, WIDEST / self._scale)
+        for lane, timeline in enumerate(self._timelines):
+            yield from ((lane, box) for box in timeline_boxes(timeline, least, widest))
 
     def _rows_of_keys(self) -> Iterator[list[tuple[float, str, float, str]]]:
         """Yield rows of x, colour, opacity and meaning: one for each kind of box in the picture."""
