@@ -169,7 +169,7 @@ class LanesPicture:
 
     def _rows_of_keys(self) -> Iterator[list[tuple[float, str, float, str]]]:
         """Yield rows of x, colour, opacity and meaning: one for each kind of box in the picture."""
-        row, x = [], float(MARGIN)
+        row, x = list[tuple[float, str, float, str]](), float(MARGIN)
         for fill, opacity, name in self._shades():
             if x + _KEY + _LETTER * len(name) > self._width and row:
                 yield row
@@ -298,7 +298,7 @@ class LanesPicture:
         elif op in SENDS | RECVS and box.bands == 1:
             height = LANE / 2
             top = y + (LANE / 2 if op in RECVS else 0)
-        pale = lane > 0 or (self.done is not None and not self.done.issuperset(one.action for one in box.events))
+        pale = lane > 0 or (self.done is not None and any(one.action not in self.done for one in box.events))
         label = str(event.action.microbatch) if op in COMPUTE and not self._ruler else ""
         kind = "raypar-ink raypar-pale" if pale else "raypar-number"
         number = f'<text class="{kind}" x="{x + width / 2:.1f}" y="{y + 18:g}">{label}</text>'
