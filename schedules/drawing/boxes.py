@@ -67,7 +67,7 @@ def timeline_boxes(timeline: Timeline, least: float, widest: float) -> Iterator[
         moved = event._replace(start=event.start - zero, end=event.end - zero)
         length = event.end - event.start
         if event.bucket is not None:  # beside the actions of the row
-            if length > least:
+            if length > least / 2:
                 yield Box((moved,), moved.start, moved.end)
         elif event.action.op in COMPUTE or length > least * (1.0 if timeline.measured else 1e-6):
             rows[event.rank].append(moved)

@@ -39,6 +39,7 @@ from raypar.schedules.versions import staleness
 
 A = TypeVar("A", bound="PaperArgs")
 Format = Literal["text", "svg", "csv", "json"]
+_WHOLE = "-o FILE.svg"  # what draws all of a schedule that does not fit
 _SUFFIXES: dict[Format, str] = {"text": ".txt", "svg": ".svg", "csv": ".csv", "json": ".json"}
 _MOST_PROVED = 10_000_000  # microbatches x stages that are proved without a run; 1,024 ranks x 4,096 take about 8 GB
 
@@ -169,7 +170,7 @@ def draw(words: Sequence[str], terminal: bool) -> str:
         schedule = change(schedule)
     color = terminal and args.out is None
     kinds = drawings(schedule)
-    kinds[".txt"] = lambda: _rows(schedule) if args.lowered else _grid(schedule, color)
+    kinds[".txt"] = lambda: (_rows if args.lowered else _grid)(schedule, color)
     suffix = _SUFFIXES[args.format] if args.format else (args.out.suffix if args.out else "") or ".txt"
     if args.out is None:
         return kinds[suffix]().rstrip("\n")
@@ -320,16 +321,22 @@ def _reductions(args: PaperArgs) -> tuple[Pass, ...]:
     return () if args.reduce is None else (partial(reduce_gradients, when=args.reduce),)
 
 
-def _grid(schedule: Schedule, color: bool) -> str:
-    width = shutil.get_terminal_size().columns if color else WIDTH
-    return text(schedule, color=color, width=width, whole="-o FILE.svg")
+def _grid(schedule: Schedule, terminal: bool) -> str:
+    width = shutil.get_terminal_size().columns if terminal else WIDTH
+    return text(schedule, color=terminal, width=width, whole=_WHOLE)
 
 
-def _rows(schedule: Schedule) -> str:
-    """Return every row as a line. A column is a position in the row, not a time."""
+def _rows(schedule: Schedule, terminal: bool) -> str:
+    """Return every row as a line. A column is a position in the row, not a time; a terminal has those that fit."""
     rows = [[str(action) for action in row] for row in schedule.rows]
     labels = [schedule.label(rank) for rank in range(schedule.num_ranks)]
-    return "\n".join(lines(labels, padded(rows, widest(cell for row in rows for cell in row))))
+    cell, longest = widest(cell for row in rows for cell in row), max(map(len, rows))
+    shown = longest
+    if terminal:
+        shown = max(1, (shutil.get_terminal_size().columns - widest(labels) - 2) // (cell + 1))
+    left_out = f"(left out: actions {shown} to {longest - 1} of {longest}; {_WHOLE} draws all)"
+    picture = lines(labels, padded((row[:shown] for row in rows), cell))
+    return "\n".join([*picture, left_out] if shown < longest else picture)
 
 
 def _sizes(schedule: Schedule) -> str:

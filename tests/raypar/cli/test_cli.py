@@ -165,6 +165,31 @@ def test_draw_of_what_cannot_run_says_what_check_says(said, tmp_path, flags):
     assert said("draw", tmp_path / "good.csv", *flags)[2] == ""
 
 
+def test_draw_at_real_sizes_says_what_was_left_out_and_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((60, 24)))
+    sizes = ["--ranks", "80", "--microbatches", "64"]
+    *rows, left_out, _ = paper.draw(["1f1b", *sizes], True).splitlines()
+    assert left_out == "(left out: ranks 64 to 79 of 80 and slots 12 to 285 of 286; -o FILE.svg draws all)"
+    plain = [re.sub(r"\x1b\[[\d;]+m", "", row) for row in rows]
+    assert len(plain) == 64 and max(map(len, plain)) <= 60
+    *rows, left_out = paper.draw(["1f1b", "--lowered", "--microbatches", "64"], True).splitlines()
+    assert re.fullmatch(r"\(left out: actions 5 to \d+ of \d+; -o FILE.svg draws all\)", left_out)
+    assert max(map(len, rows)) <= 60
+    for flags, drawn in (([], False), (["--lowered"], True)):
+        paper.draw(["1f1b", *flags, "-o", str(tmp_path / "a.svg")], False)
+        assert (">SEND<" in (tmp_path / "a.svg").read_text()) == drawn
+
+
+def test_draw_of_a_deadlock_goes_as_far_as_it_can(said, tmp_path):
+    (tmp_path / "stuck.csv").write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    code, out, err = said("draw", tmp_path / "stuck.csv")
+    assert code == 0 and "deadlock" in err
+    assert out.startswith("rank 0  F0\nrank 1     F0\nstuck in slots: ")
+    assert "drawn as far as it goes, 2 of 8 actions: schedule 'stuck' does not come to its end: rank 0 at 0B0" in out
+    for name in ("a.svg", "a.json", "a.txt"):
+        assert said("draw", tmp_path / "stuck.csv", "-o", tmp_path / name)[0] == 0
+
+
 def test_check_finds_what_blocking_sends_would_do(said):
     code, _, err = said("check", "1f1b", "--blocking")
     assert code == 2
