@@ -12,6 +12,7 @@ from raypar.schedules.timeline import Event, Timeline
 
 _JOINED = 3  # times the least width: boxes that are wider than this are never joined with others
 _MOST_BANDS = 6  # of a stretch, one above the other
+_ORDER = list(Op)  # of bands, so that those of a kind are at one height in adjoining stretches
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +107,7 @@ def _bands(stretch: list[Event]) -> Iterator[Box]:
     several_ops = len({event.action[:2] for event in stretch}) > _MOST_BANDS
     for event in stretch:
         kinds.setdefault((event.action.op, None if several_ops else event.action.stage), []).append(event)
-    for band, found in enumerate(kinds.values()):
+    ordered = sorted(kinds.items(), key=lambda kind: (_ORDER.index(kind[0][0]), kind[0][1] or 0))
+    for band, (_, found) in enumerate(ordered):
         start, end = (found[0].start, found[0].end) if len(stretch) == 1 else (stretch[0].start, stretch[-1].end)
         yield Box(tuple(found), start, end, band, len(kinds))

@@ -327,8 +327,8 @@ class LanesPicture:
             name = f"{event.action.op.value}{box.microbatches}"
             if _DIGIT * len(name) > WIDEST:
                 name = f"{event.action.op.value}{event.action.microbatch}"
-            wide = _DIGIT * len(name)
-            free[event.rank, lane] = x + wide + GAP
+            wide = _DIGIT * (len(name) + 1)  # a W is two digits wide
+            free[event.rank, lane] = x + wide + GAP / 2
             y = self._y(event.rank, lane) + LANE
             yield (
                 f'<path d="M{x + LEAST / 2:.1f} {y}v4" stroke="{INK}"/>'
