@@ -65,6 +65,7 @@ _HUES = {Op.F: (0.59, 0.62), Op.B: (0.38, 0.45), Op.I: (0.48, 0.50), Op.W: (0.11
 _NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "its input half", Op.W: "its weight half"}
 _GREY = "#868e96"
 _THIN = 4  # pixels: height of the line of a bucket's reduction, and of one that shows how long a stage is whole
+_CALL = 9  # pixels: height of communication within an action
 _FAINT, _PALE = 0.45, 0.4
 _PAPER, _INK = 'class="raypar-paper" fill="#ffffff"', 'class="raypar-ink" fill="#343a40"'
 _DARK = (
@@ -151,6 +152,8 @@ class LanesPicture:
             yield _GREY, _FAINT, "waiting, gathering, reducing, STEP" if self._strip else "waiting, reducing, STEP"
         if self._strip:
             yield _color(Op.F, 0), 1.0, "thin line: weights whole"
+        if any(event.calls for _, _, event in self._boxes if event.action.op in COMPUTE):
+            yield _color(Op.F, 0), 0.3, "light foot: communication within"
         if any(len(self._schedule.stages_of(rank)) > 1 for rank in range(self._schedule.num_ranks)):
             yield _color(Op.F, 0.5), 1.0, "lighter: later chunk"
         if len(self._names) > 1:
@@ -258,9 +261,27 @@ class LanesPicture:
         below = f'<path {_PAPER} d="{outline}"/>' if faint and self.spelled else ""  # hides the lines of the axis
         return (
             f"<g><title>{self._tip(start, lane, event)}</title>{below}<rect {size} "
-            f'fill="{self._fill(event)}"{faint}{frame}/>'
+            f'fill="{self._fill(event)}"{faint}{frame}/>{"".join(self._calls(start, lane, event))}'
             f"{number if 0 < 8 * len(label) <= width else ''}</g>"
         )
+
+    def _calls(self, start: float, lane: int, event: Event) -> Iterator[str]:
+        """Draw communication within an action as light parts at the foot of its box; parts that adjoin become one."""
+        spans = list[tuple[float, float, str]]()
+        for name, begin, end in event.calls:
+            left, right = (start + max(0.0, min(at, event.end) - event.start) for at in (begin, end))
+            if spans and (left - spans[-1][1]) * self._scale < FINEST and spans[-1][2] == name:
+                left = spans.pop()[0]
+            spans.append((left, right, name))
+        y, height = self._y(event.rank, lane) + LANE - _CALL, _CALL
+        for left, right, name in spans:
+            if (width := (right - left) * self._scale) >= FINEST:
+                x, times = MARGIN + left * self._scale, (self.spelled or plain)(right - left)
+                yield (
+                    f"<g><title>{html.escape(f'{name} within {event.action} on {event.actor}: {times}')}</title>"
+                    f'<rect class="raypar-call" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" '
+                    f'fill="#fff" fill-opacity="0.7"/></g>'
+                )
 
     def _tip(self, start: float, lane: int, event: Event) -> str:
         spelled, name = self.spelled or plain, self._names[lane]
