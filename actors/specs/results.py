@@ -148,10 +148,10 @@ class StepResult:
         metrics: In an evaluation, the user's metrics of each microbatch with targets, in the same order: the sum of
             each, and the number of elements in it.
         printed: Lines that the user's code has printed on the actor since its last result.
+        communication: Seconds of ``busy`` in which an action started communication or waited for it.
         grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
         lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.
         busy: Seconds of compute, with the communication in it.
-        communication: Seconds of these in which an action of compute started communication or waited for it.
         start: When the first action began, in seconds of the clock of the driver's machine; 0 of a parameter server.
         end: When the last action ended, in the same seconds.
         overlap: Share of the gradient reduction that overlapped with compute; None if there was none.
@@ -179,7 +179,6 @@ class StepResult:
     grad_norm: float | None = None
     lr: float | None = None
     busy: float = 0.0
-    communication: float = 0.0
     start: float = 0.0
     end: float = 0.0
     overlap: float | None = None
@@ -199,6 +198,7 @@ class StepResult:
     is_validated: bool = False
     metrics: tuple[tuple[tuple[float, float], ...], ...] = ()
     printed: tuple[str, ...] = ()
+    communication: float = 0.0
 
 
 class Located(NamedTuple):

@@ -153,7 +153,6 @@ class Report:
     in_flight: tuple[int, ...]
     peak_memory: tuple[int, ...]
     samples: int = 0
-    communication: float = 0.0
     memory: Mapping[Kind, tuple[int, ...]] = field(default_factory=dict)
     by_hand: bool = False
     loss_scale: float | None = None
@@ -163,6 +162,7 @@ class Report:
     aux_by_layer: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loads: Loads | None = None
     shadows: tuple[Shadowed, ...] = ()
+    communication: float = 0.0
 
     @property
     def aux(self) -> dict[str, float]:

@@ -69,7 +69,7 @@ def times(past: Past) -> Markup:
     """Draw how each actor spent the latest measured step: compute, communication by axis and op, and waiting."""
     events: dict[str, list[Event]] = defaultdict(list)
     for timeline in past.timelines:
-        for event in timeline.events:
+        for event in sorted(timeline.events, key=lambda event: event.rank):
             if event.bucket is None:
                 events[event.actor].append(event)
     if not events:
