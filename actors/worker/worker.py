@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -165,6 +166,7 @@ class Worker:
         self.program.windows.begin()
         self.parts.part.begin(step, train=train)
         self._device.begin()
+        self._calls(math.inf)  # those before the step have marks of an earlier clock
 
     def open(self, step: int) -> None:
         """Begin a training step by hand, which can be inspected and rewound."""

@@ -21,7 +21,10 @@ from raypar.schedules.formatting import milliseconds, percentage, size
 from raypar.schedules.timeline import Event, Timeline
 
 _MOST = 16  # timelines that are drawn
-_COMPUTE, _UPDATE, _OTHER, _WAITING = "compute", "update", "other actions", "waiting between actions"
+_COMPUTE = "compute"
+_UPDATE = "update"
+_OTHER = "other actions"
+_WAITING = "waiting between actions"
 _STYLES = {_COMPUTE: "one", _UPDATE: "three", _OTHER: "soft", _WAITING: "idle"}
 _TIMES_NOTE = (
     "From the first action of any actor to the last. Communication, by its axis and op, is the time in which an actor "

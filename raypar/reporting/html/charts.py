@@ -25,7 +25,7 @@ DASHES = 4  # patterns of dashes
 _SIGNS = {"resume": "\u25b6", "failure": "\u2715"}
 
 
-def axes(runs: Sequence[Mapping[str, Any]]) -> Markup:
+def axis_buttons(runs: Sequence[Mapping[str, Any]]) -> Markup:
     """Make the buttons that change the x axis of all charts of a page, which has these runs; see ``History.axes``."""
     names = {"step": "step", "seen": " or ".join(dict.fromkeys(str(run["unit"]) for run in runs)), "time": "time"}
     buttons = [

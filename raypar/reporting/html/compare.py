@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from raypar.config.toml import flat
-from raypar.reporting.html.charts import DASHES, ChartLine, axes, line_chart
+from raypar.reporting.html.charts import DASHES, ChartLine, axis_buttons, line_chart
 from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, exp, headline, significant, smoothed
 from raypar.reporting.html.half_precision import SCALE, scale_powers
@@ -62,7 +62,7 @@ def comparison(pasts: Sequence[Past], *, faults: Sequence[str] = (), every: int 
         element("header", element("h1", title), element("p", ", ".join(one.name for one in runs))),
         unread(faults),
         _which(runs, every),
-        axes([one.history.axes() for one in runs]),
+        axis_buttons([one.history.axes() for one in runs]),
         _settings(runs),
         _figures(runs),
         *_charts(runs),

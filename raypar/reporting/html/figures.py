@@ -201,7 +201,7 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
 
 
 def smoothed(points: Points) -> Points:
-    """Return the exponential moving average of points from both sides, which does not lag behind them.
+    """Return the exponential moving average of points from both sides, which does not lag.
 
     Each spans a twentieth of the points, and at least 5 of them. Values that are not finite stay gaps.
     """

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from raypar.reporting.html.about import circumstances, configuration, provenance_list, samples
 from raypar.reporting.html.actors import memory, steps, times
-from raypar.reporting.html.charts import ChartLine, Mark, axes, bars, line_chart
+from raypar.reporting.html.charts import ChartLine, Mark, axis_buttons, bars, line_chart
 from raypar.reporting.html.events import ending, happenings
 from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import History, Points, exp, headline, middle, rate, significant, smoothed
@@ -256,7 +256,7 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         provenance_list(past),
         configuration(past),
     )
-    whole = concatenated(top, contents(body), axes([history.axes()]), body)
+    whole = concatenated(top, contents(body), axis_buttons([history.axes()]), body)
     return document(f"{past.folder.name}: {title}", whole, every if past.under_way else None)
 
 

@@ -15,7 +15,7 @@ from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Call, Event, Timeline
 
 
-class Row(NamedTuple):
+class EventRow(NamedTuple):
     """An event: its actor, its action, and its times in seconds. An older raypar wrote no calls."""
 
     rank: Number
@@ -28,15 +28,15 @@ class Row(NamedTuple):
     calls: Annotated[tuple[tuple[str, Figure, Figure], ...], FailFast()] = ()
 
 
-Rows = Annotated[list[Row], FailFast()]
+Rows = Annotated[list[EventRow], FailFast()]
 
 
 def rows_of(timeline: Timeline) -> list[list[Any]]:
-    """Return the events of a timeline as plain rows; see ``Row``."""
+    """Return the events of a timeline as plain rows; see ``EventRow``."""
     return [[e.rank, e.actor, str(e.action), e.start, e.end, e.bytes, e.bucket, e.calls] for e in timeline.events]
 
 
-def timeline_of(rows: Sequence[Row], schedule: Schedule, *, measured: bool) -> Timeline:
+def timeline_of(rows: Sequence[EventRow], schedule: Schedule, *, measured: bool) -> Timeline:
     """Return the timeline that rows are of.
 
     Args:

@@ -15,7 +15,7 @@ from raypar.config.recipes import recipe
 from raypar.reporting.html.actors import times
 from raypar.reporting.report import _joined, report_of, timelines_of
 from raypar.reporting.run_folder.damage import DamagedError
-from raypar.reporting.run_folder.timeline_rows import Row, rows_of, timeline_of
+from raypar.reporting.run_folder.timeline_rows import EventRow, rows_of, timeline_of
 from raypar.schedules import Costs, build, lower, simulate
 from raypar.schedules.action import COMPUTE, Action, Op
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -78,11 +78,11 @@ def test_the_start_of_an_op_and_the_wait_for_it_are_one_call():
 
 def test_a_folder_keeps_calls_and_an_older_one_has_none():
     rows = json.loads(json.dumps(rows_of(talking())))
-    assert timeline_of([Row(*row) for row in rows], SCHEDULE, measured=True) == talking()
-    older = [Row(*row[:7]) for row in rows]
+    assert timeline_of([EventRow(*row) for row in rows], SCHEDULE, measured=True) == talking()
+    older = [EventRow(*row[:7]) for row in rows]
     assert timeline_of(older, SCHEDULE, measured=True).events == simulate(SCHEDULE, Costs(f=0.05, b=0.1)).events
     with pytest.raises(DamagedError, match="is not an action"):
-        timeline_of([Row(0, "a", "??", 0.0, 1.0, 0, None)], SCHEDULE, measured=True)
+        timeline_of([EventRow(0, "a", "??", 0.0, 1.0, 0, None)], SCHEDULE, measured=True)
 
 
 def test_a_trace_and_a_picture_have_calls_inside_of_their_actions():

@@ -128,7 +128,7 @@ def test_smoothing_has_no_bias_to_the_first_value_no_lag_and_keeps_gaps():
     assert (first[0], math.isnan(gap[1])) == (1, True)
     assert 1.0 < first[1] < 1.5 < last[1] < 2.0
     ramp = smoothed([(step, float(step)) for step in range(201)])
-    assert ramp[100][1] == pytest.approx(100.0), "an average of the past alone would lag behind"
+    assert ramp[100][1] == pytest.approx(100.0), "an average of the past alone would lag"
 
 
 @pytest.mark.parametrize("moe", [None, MoE(experts=(4, 8), every=4, capacity=1.25)])
