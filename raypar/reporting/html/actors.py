@@ -13,7 +13,7 @@ from raypar.reporting.html.charts import stacked
 from raypar.reporting.html.figures import History
 from raypar.reporting.html.markup import COLORS, NUMBER, element, folded, html_table, note, section
 from raypar.reporting.run_folder.read import Past
-from raypar.schedules.action import COMPUTE, Op
+from raypar.schedules.action import COMPUTE, RECVS, Op
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.float_sum import float_sum
@@ -84,14 +84,19 @@ def times(past: Past) -> Markup:
     styles = {_COMPUTE: _STYLES[_COMPUTE]}
     styles |= {kind: f"{COLORS[1 + index % (len(COLORS) - 1)]} hatched" for index, kind in enumerate(talk)} | _STYLES
     whole = float_sum(value for parts in rows.values() for value in parts.values())
-    shares = [
-        f"{name} {percentage(float_sum(parts.get(name, 0.0) for parts in rows.values()) / whole)}"
-        for name in (_COMPUTE, *talk, _WAITING)
-    ]
+    sums = {name: float_sum(parts.get(name, 0.0) for parts in rows.values()) for name in (_COMPUTE, *talk, _WAITING)}
+    shares = [f"{name} {percentage(seconds / whole)}" for name, seconds in sums.items() if seconds]
     text = f"Of all actors' time: {', '.join(shares)}." if whole else ""
     known = any(event.calls for own in events.values() for event in own) or len(events) == 1
     drawn = stacked(rows, styles, milliseconds)
     return section("Time of each actor", drawn, note(text), note(_TIMES_NOTE.format("" if known else _OLDER)))
+
+
+def _kind(op: Op) -> str:
+    """Return what an action does that is not communication within it; a receive is nothing else."""
+    if op in COMPUTE:
+        return _COMPUTE
+    return _UPDATE if op is Op.STEP else "pp recv" if op in RECVS else _OTHER
 
 
 def _parts(events: Sequence[Event], whole: float) -> dict[str, float]:
@@ -108,8 +113,7 @@ def _parts(events: Sequence[Event], whole: float) -> dict[str, float]:
             part = max(0.0, min(call.end, event.end) - max(call.start, event.start))
             found[call.name] += part
             length -= part
-        op = event.action.op
-        found[_COMPUTE if op in COMPUTE else _UPDATE if op is Op.STEP else _OTHER] += max(0.0, length)
+        found[_kind(event.action.op)] += max(0.0, length)
     found[_WAITING] = max(0.0, whole - float_sum(event.end - event.start for event in events))
     return found
 

@@ -148,35 +148,10 @@ def line_chart(
     return concatenated(chart, _legend(lines if named or len(lines) > 1 else []))
 
 
-def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> Markup:
-    """Draw a bar for each row.
-
-    Args:
-        rows: ``(name, value)``; values are 0 or more.
-        spelled: Formats the values.
-
-    Returns:
-        The bars.
-    """
-    longest = max((value for _, value in rows), default=0.0) or 1.0
-    return concatenated(
-        *(
-            element(
-                "div",
-                element("span", name),
-                element("div", element("div", style=f"width: {100 * value / longest:.1f}%")),
-                element("b", spelled(value)),
-                class_="bar",
-            )
-            for name, value in rows
-        )
-    )
-
-
 def stacked(
     rows: Mapping[str, Mapping[str, float]], styles: Mapping[str, str], spelled: Callable[[float], str]
 ) -> Markup:
-    """Draw a bar of parts for each row, on one scale, and their legend.
+    """Draw a bar of parts for each row, on one scale, and the legend of several parts.
 
     Args:
         rows: By row and part, the values, 0 or more.
@@ -203,7 +178,7 @@ def stacked(
         whole = element("b", spelled(float_sum(parts.values())))
         drawn.append(element("div", element("span", row), element("div", *pieces), whole, class_="stack"))
     key = [element("span", element("i", class_=f"box {styles[name]}"), name) for name in seen]
-    return concatenated(*drawn, element("div", *key, class_="key"))
+    return concatenated(*drawn, *([element("div", *key, class_="key")] if len(key) > 1 else []))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from raypar.reporting.html.about import circumstances, configuration, provenance_list, samples
 from raypar.reporting.html.actors import memory, steps, times
-from raypar.reporting.html.charts import ChartLine, Mark, axis_buttons, bars, line_chart
+from raypar.reporting.html.charts import ChartLine, Mark, axis_buttons, line_chart, stacked
 from raypar.reporting.html.events import ending, happenings
 from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import History, Points, exp, headline, middle, rate, significant, smoothed
@@ -130,7 +130,8 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
     )
     if resumed := [mark.step for mark in marks if mark.kind == "resume"]:
         text += f" They are of the last session, after step {resumed[-1]:,}, with its evaluations."
-    shown = bars([(kind, seconds) for kind, (_, _, seconds) in ordered], duration) if timed else Markup()
+    seconds = {kind: {"seconds": spent} for kind, (_, _, spent) in ordered}
+    shown = stacked(seconds, {"seconds": "one"}, duration) if timed else Markup()
     whole = html_table(["axis and op", "calls", "bytes", "seconds"], rows, ["", NUMBER, NUMBER, NUMBER])
     each = [
         [

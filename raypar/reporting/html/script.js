@@ -156,11 +156,20 @@ class Chart {
   }
 }
 const charts = all("[data-lines]").map((element) => new Chart(element));
+const kept = (value) => {
+  try {
+    if (value) sessionStorage.axis = value; // a page that loads itself again keeps its axis
+    return sessionStorage.axis;
+  } catch {
+    return "step"; // a browser that keeps nothing
+  }
+};
 if (page && charts.length) {
   page.hidden = false;
   all("button", page).forEach((button) => button.addEventListener("click", () => {
-    axis = button.value;
+    axis = kept(button.value) && button.value;
     all("button", page).forEach((one) => one.setAttribute("aria-pressed", String(one === button)));
     charts.forEach((chart) => chart.redraw());
   }));
+  if (kept() && kept() !== "step") all("button", page).find((button) => button.value === kept())?.click();
 }

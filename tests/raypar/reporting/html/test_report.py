@@ -20,7 +20,7 @@ from raypar.config.recipes import recipe
 from raypar.config.toml import plain_of, toml_of
 from raypar.planner.prediction import from_steps
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.html.charts import ChartLine, bars, line_chart
+from raypar.reporting.html.charts import ChartLine, line_chart, stacked
 from raypar.reporting.html.figures import History, significant
 from raypar.reporting.html.markup import concatenated, element, script
 from raypar.reporting.html.page import page
@@ -243,8 +243,11 @@ def test_a_line_keeps_its_highest_point_however_long_it_is():
 
 
 def test_bars_are_to_scale():
-    assert re.findall(r"width: ([\d.]+)%", str(bars([("a", 4.0), ("b", 1.0)], size))) == ["100.0", "25.0"]
-    assert "width: 0.0%" in str(bars([("a", 0.0)], size))
+    drawn = str(stacked({"a": {"x": 3.0, "y": 1.0}, "b": {"x": 1.0}, "c": {"y": 0.0}}, {"x": "one", "y": "two"}, size))
+    assert re.findall(r"width: ([\d.]+)%", drawn) == ["75.00", "25.00", "25.00"]
+    assert Reader(drawn).tips == ["a: x 3 B", "a: y 1 B", "b: x 1 B"]
+    assert Reader(drawn).texts == ["a", "4 B", "b", "1 B", "c", "0 B", "x", "y"]
+    assert 'class="key"' not in str(stacked({"a": {"x": 0.0}}, {"x": "one"}, size))
 
 
 def test_text_is_escaped_and_markup_is_not():
