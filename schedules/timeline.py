@@ -12,6 +12,20 @@ from raypar.schedules.rules import most_held
 from raypar.schedules.schedule import MOST_DRAWN, Schedule, drawer
 
 
+class Call(NamedTuple):
+    """A part of a collective op in which its caller could do nothing else: its start, or the wait for it.
+
+    Attributes:
+        name: Axis and op, as "ep all_to_all".
+        start: When it began, in seconds; on the actor, as a mark of its device's clock.
+        end: When it ended, in the same.
+    """
+
+    name: str
+    start: float
+    end: float
+
+
 class Event(NamedTuple):
     """One action of a timeline, performed or simulated.
 
@@ -24,6 +38,7 @@ class Event(NamedTuple):
         bytes: Bytes sent or received; 0 for a compute action.
         bucket: Number of the bucket of gradients that is reduced, or of the unit of weights that is gathered, while
             other actions run; None for an action of the row. A simulated gather is one unit.
+        calls: Communication within the action, as far as it was measured.
     """
 
     rank: int
@@ -33,6 +48,12 @@ class Event(NamedTuple):
     end: float
     bytes: int = 0
     bucket: int | None = None
+    calls: tuple[Call, ...] = ()
+
+    def earlier(self, seconds: float) -> Event:
+        """Return the event with all its times so much earlier."""
+        calls = tuple(Call(name, start - seconds, end - seconds) for name, start, end in self.calls)
+        return self._replace(start=self.start - seconds, end=self.end - seconds, calls=calls)
 
     @property
     def part(self) -> str:

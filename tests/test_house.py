@@ -338,7 +338,7 @@ MAY_IMPORT = {
     "actors": "actors/specs schedules",
     "actors/autograd": "actors",
     "actors/checkpoint": "actors actors/machine actors/models/tiles",
-    "actors/collective": "actors actors/autograd actors/collective/gpu actors/collective/shm actors/machine",
+    "actors/collective": "actors actors/autograd actors/collective/gpu actors/collective/shm actors/machine schedules",
     "actors/collective/gpu": "actors actors/autograd actors/collective",
     "actors/collective/ray": "actors actors/collective",
     "actors/collective/shm": "actors actors/collective actors/machine",

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from raypar.schedules.timeline import Call
+
+_MOST_CALLS = 1 << 16  # of which the times are kept until someone takes them
 
 
 @dataclass(frozen=True)
@@ -23,9 +30,15 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Counts by (axis, op). A worker has one, which its groups share; it is thread-safe."""
+    """Counts by (axis, op), and the times of the latest calls. A worker has one, which its groups share; thread-safe.
 
-    def __init__(self) -> None:
+    Args:
+        mark: Returns a mark of this moment on the device's clock (``ComputeDevice.mark``).
+    """
+
+    def __init__(self, mark: Callable[[], float] = time.perf_counter) -> None:
+        self.mark = mark
+        self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._seconds: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
@@ -37,10 +50,27 @@ class Ledger:
             counts[0] += 1
             counts[1] += nbytes
 
-    def spent(self, axis: str, op: str, seconds: float) -> None:
-        """Add to the seconds spent in an op."""
+    def spent(self, axis: str, op: str, seconds: float, since: float | None = None) -> None:
+        """Add to the seconds spent in an op.
+
+        Args:
+            axis: Mesh axis.
+            op: Name of the op.
+            seconds: Seconds of the caller.
+            since: Mark of the time since which it could do nothing else; None if it was not marked.
+        """
+        call = None if since is None else Call(f"{axis} {op}", since, self.mark())
         with self._lock:
             self._seconds[axis, op] = self._seconds.get((axis, op), 0.0) + seconds
+            if call is not None:
+                self._calls.append(call)
+
+    def taken(self, since: float) -> tuple[Call, ...]:
+        """Return the calls that began after a mark, in their order, and forget all calls so far."""
+        with self._lock:
+            calls = tuple(call for call in self._calls if call.start >= since) if self._calls else ()
+            self._calls.clear()
+        return calls
 
     def entries(self) -> dict[tuple[str, str], LedgerEntry]:
         """Return a copy of the counts so far."""

@@ -18,6 +18,7 @@ from torch import nn
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.tensors import Values
+from raypar.schedules.timeline import Call
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's <malloc.h>
 _HUGE = (1 << 31) - 1
@@ -154,8 +155,15 @@ class ComputeDevice:
 
     def spans(self, marked: list[Span]) -> list[Span]:
         """Convert spans between marks to spans of time, by the clock of the driver's machine."""
-        ahead = self.clock_offset
-        return [span._replace(start=span.start + ahead, end=span.end + ahead) for span in marked] if ahead else marked
+        return self._converted(marked, lambda mark: mark + ahead) if (ahead := self.clock_offset) else marked
+
+    def _converted(self, marked: list[Span], seconds: Callable[[float], float]) -> list[Span]:
+        def within(calls: tuple[Call, ...]) -> tuple[Call, ...]:
+            return tuple(Call(name, seconds(start), seconds(end)) for name, start, end in calls)
+
+        return [
+            span._replace(start=seconds(span.start), end=seconds(span.end), calls=within(span.calls)) for span in marked
+        ]
 
     def peak(self) -> int:
         """Return the peak of memory since ``begin``, in bytes."""
@@ -217,8 +225,7 @@ class Cuda(ComputeDevice):
         return self._times[int(mark)]
 
     def spans(self, marked: list[Span]) -> list[Span]:
-        times, ahead = self.seconds, self.clock_offset
-        return [span._replace(start=times(span.start) + ahead, end=times(span.end) + ahead) for span in marked]
+        return self._converted(marked, lambda mark: self.seconds(mark) + self.clock_offset)
 
     def peak(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.device))

@@ -9,11 +9,13 @@ from typing import Literal, NamedTuple
 from raypar.actors.machine.process_identity import ProcessIdentity
 from raypar.schedules.action import Action
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.timeline import Call
 
-Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "cache", "offloaded"]
+Kind = Literal["weights", "gradients", "optimizer", "gathered", "buckets", "versions", "cache", "offloaded", "process"]
 """kind of memory; gathered: weights that are whole temporarily; buckets: gradients on their way to other actors;
 versions: older weights that microbatches under way compute with; cache: keys and values of a text that is generated;
-offloaded: tensors in host memory or in files, which no other kind counts"""
+offloaded: tensors in host memory or in files, which no other kind counts; process: what the process had before the run
+"""
 RangeKind = Literal["activations", "gradients", "weight_gradients"]  # the second are those of activations
 
 
@@ -27,6 +29,7 @@ class Span(NamedTuple):
         end: In the same seconds.
         bytes: Number of bytes moved; 0 if not known.
         bucket: Index of the reduced bucket or gathered unit; None for an action of the row.
+        calls: Communication within the action: the starts of collective ops, and the waits for them.
     """
 
     action: Action
@@ -34,6 +37,7 @@ class Span(NamedTuple):
     end: float
     bytes: int = 0
     bucket: int | None = None
+    calls: tuple[Call, ...] = ()
 
 
 class Updated(NamedTuple):
@@ -144,9 +148,10 @@ class StepResult:
         metrics: In an evaluation, the user's metrics of each microbatch with targets, in the same order: the sum of
             each, and the number of elements in it.
         printed: Lines that the user's code has printed on the actor since its last result.
+        communication: Seconds of ``busy`` in which an action started communication or waited for it.
         grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
         lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.
-        busy: Seconds of compute.
+        busy: Seconds of compute, with the communication in it.
         start: When the first action began, in seconds of the clock of the driver's machine; 0 of a parameter server.
         end: When the last action ended, in the same seconds.
         overlap: Share of the gradient reduction that overlapped with compute; None if there was none.
@@ -193,6 +198,7 @@ class StepResult:
     is_validated: bool = False
     metrics: tuple[tuple[tuple[float, float], ...], ...] = ()
     printed: tuple[str, ...] = ()
+    communication: float = 0.0
 
 
 class Located(NamedTuple):

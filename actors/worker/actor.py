@@ -164,7 +164,8 @@ class RayparActor:
             RuntimeError: The plan's device does not exist.
         """
         keep_freed_memory(SMALL_BLOCKS)
-        ledger, device = Ledger(), device_of(plan.device)
+        device = device_of(plan.device)
+        ledger = Ledger(device.mark)
         faults = FaultInjector(plan.faults, partial(count_fault, plan.job))
         device.enter()
         self._last_action.forget()

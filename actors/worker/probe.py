@@ -179,6 +179,10 @@ class Probe:
         whole: dict[Kind, int] = {} if self.state.storage.is_off_device else {"gradients": gradients}
         return self.memory() | whole | self._memory_of_training()[1]
 
+    def before(self) -> dict[Kind, int]:
+        """Return what the actor's process had before the run; {} on a GPU, whose memory is counted without it."""
+        return {"process": self.process} if self.process else {}
+
     def _memory_of_step(self) -> tuple[int, dict[Kind, int]]:
         """Return the peak of the latest step, and the largest temporary memory in it, by kind."""
         return self.context.device.peak(), {kind: held.most for kind, held in self._temporary()}

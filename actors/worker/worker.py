@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
+from raypar.actors.collective.ledger import Ledger
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.machine.device import ComputeDevice
@@ -36,6 +38,7 @@ from raypar.actors.worker.stream import Stream
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.passes.first_steps import first_steps
+from raypar.schedules.timeline import Call
 
 
 class Worker:
@@ -76,6 +79,7 @@ class Worker:
         older = self._stream.older if self._stream is not None else None
         self.probe = Probe(context, self.state, reducer, older)
         self._device, self._stages, self._step = device, part.stages, self.probe.step
+        self._ledgers = set[Ledger](group.ledger for group in groups.values())  # one, but in tests
         self._routers = Routers(context, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
         self.generator = Generator(context, part, self.probe)
@@ -162,6 +166,7 @@ class Worker:
         self.program.windows.begin()
         self.parts.part.begin(step, train=train)
         self._device.begin()
+        self._calls(math.inf)  # those before the step have marks of an earlier clock
 
     def open(self, step: int) -> None:
         """Begin a training step by hand, which can be inspected and rewound."""
@@ -193,7 +198,7 @@ class Worker:
             raise
         except Exception as error:
             raise self.context.failed(str(step.now), self._peer(action), error) from None
-        step.events.append(Span(action, start, device.mark(), step.num_bytes))
+        step.events.append(Span(action, start, device.mark(), step.num_bytes, None, self._calls(start)))
         if step.notes is not None and (values := self._flow.seen(action)):
             step.notes.made[action] = values
 
@@ -226,15 +231,17 @@ class Worker:
         self._device.finish()
         step.now = None
         events, reducer = self._device.spans(step.events), self.parts.reducer
+        computed = [event for event in events if event.action.op in COMPUTE]
         if step.is_train:
-            self._memory = self._memory or self.probe.most()
+            self._memory = self._memory or self.probe.most() | self.probe.before()
             self.probe.close(events + (self._device.spans(reducer.spans) if reducer is not None else []))
         microbatches = sorted(step.losses) if self.context.leads else []  # a tensor group reports its losses once
         return StepResult(
             losses=tuple(step.losses[microbatch] for microbatch in microbatches),
             counts=tuple(step.counts[microbatch] for microbatch in microbatches),
             **(step.updates[-1] if step.updates else Updated())._asdict(),
-            busy=float_sum(event.end - event.start for event in events if event.action.op in COMPUTE),
+            busy=float_sum(event.end - event.start for event in computed),
+            communication=float_sum(call.end - call.start for event in computed for call in event.calls),
             start=events[0].start if events else 0.0,
             end=events[-1].end if events else 0.0,
             overlap=reducer.overlap if reducer is not None and step.is_train and "dp" in self.context.groups else None,
@@ -250,6 +257,10 @@ class Worker:
             is_validated=self.program.schedule.validated,
             metrics=tuple(step.sums_of(microbatch) for microbatch in microbatches if microbatch in step.metrics),
         )
+
+    def _calls(self, since: float) -> tuple[Call, ...]:
+        """Return the communication since a mark."""
+        return tuple([call for ledger in self._ledgers for call in ledger.taken(since)])
 
     # --- the actions ---
 

@@ -23,11 +23,12 @@ from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import size
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.timeline import Event, Timeline
+from raypar.schedules.timeline import Call, Event, Timeline
 
 Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and bytes
 
-_TIMES = ("tokens_per_s", "step_ms", "bubble", "overlap")  # fields that say nothing of a step by hand
+_AT_ONCE = 20e-6  # seconds between two calls, in which nothing else is done
+_TIMES = ("tokens_per_s", "step_ms", "bubble", "communication", "overlap")  # fields that say nothing of a step by hand
 
 
 def unit_of(run: Run) -> str:
@@ -81,11 +82,21 @@ def ledger_of(world: World, moved: Sequence[Moved]) -> Totals:
 
 def _timeline(schedule: Schedule, world: World, zero: float, rows: dict[int, Sequence[Span]]) -> Timeline:
     events = [
-        Event(world.row(rank), world.label(rank), action, start - zero, end - zero, nbytes, bucket)
+        Event(world.row(rank), world.label(rank), *span._replace(calls=_joined(span.calls))).earlier(zero)
         for rank, row in rows.items()
-        for action, start, end, nbytes, bucket in row
+        for span in row
     ]
     return Timeline(schedule, tuple(sorted(events, key=lambda event: event.start)), measured=True)
+
+
+def _joined(calls: Sequence[Call]) -> tuple[Call, ...]:
+    """Join the start of an op and the wait for it, where the actor did nothing in between."""
+    found = list[Call]()
+    for call in calls:
+        if found and found[-1].name == call.name and call.start - found[-1].end < _AT_ONCE:
+            call = found.pop()._replace(end=call.end)
+        found.append(call)
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,9 @@ class Report:
             begins its next step while others end this one, it is a little less than the length of the timeline.
         bubble: Share of the actors' time in which they computed nothing, 0 to 1, from the first action on any of them
             to the last; as in the timeline, if there is one replica.
+        communication: Share of the same time in which they wait for collective ops within actions, as the sums of a
+            tensor group and the exchange of tokens between experts; a part of what is not ``bubble``. On a GPU, in
+            which its stream waits.
         overlap: Share of the gradient reduction that overlapped with compute: 1 - (seconds that an actor spent on
             starting it and waiting for it) / (seconds in which it was under way), mean over the actors. None with one
             replica, and with servers, where actors wait for weights as well.
@@ -148,6 +162,7 @@ class Report:
     aux_by_layer: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     loads: Loads | None = None
     shadows: tuple[Shadowed, ...] = ()
+    communication: float = 0.0
 
     @property
     def aux(self) -> dict[str, float]:
@@ -200,6 +215,7 @@ class Report:
             *([("samples/s", f"{self.per_second('samples'):,.1f}")] if self.samples else []),
             ("time", f"{self.step_ms:,.1f} ms"),
             ("bubble", f"{self.bubble:.1%}"),
+            *([("communication within actions", f"{self.communication:.1%}")] if self.communication else []),
         ]
 
 
@@ -249,6 +265,7 @@ def report_of(
         tokens_per_s=tokens / seconds,
         step_ms=seconds * 1e3,
         bubble=1.0 - float_sum(result.busy for result in workers) / whole if whole else 0.0,
+        communication=float_sum(result.communication for result in workers) / whole if whole else 0.0,
         overlap=float_sum(overlaps) / len(overlaps) if overlaps else None,
         in_flight=tuple(max(result.in_flight for result in replicas) for replicas in ranks),
         peak_memory=tuple(max(result.peak_memory for result in replicas) for replicas in ranks),

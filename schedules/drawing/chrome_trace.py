@@ -6,7 +6,7 @@ from typing import Any
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action
 from raypar.schedules.rules import awaited, leaving
-from raypar.schedules.timeline import Event, Timeline
+from raypar.schedules.timeline import Call, Event, Timeline
 
 _ACTIONS = 0  # the track of a rank's actions; the tracks after it are for buckets and units, whose times overlap
 
@@ -14,9 +14,9 @@ _ACTIONS = 0  # the track of a rank's actions; the tracks after it are for bucke
 def chrome_trace(*timelines: Timeline) -> dict[str, Any]:
     """Convert timelines to the Trace Event Format.
 
-    Each rank is a process and each action a slice on its first track. The reduction of a gradient bucket and the
-    gather of a unit of weights are slices on further tracks; there are as many tracks as run at one time. An arrow goes
-    from the action that makes a value to the action on another rank that needs it.
+    Each rank is a process and each action a slice on its first track, in which collective ops are slices. The reduction
+    of a gradient bucket and the gather of a unit of weights are slices on further tracks; there are as many tracks as
+    run at one time. An arrow goes from the action that makes a value to the action on another rank that needs it.
 
     Args:
         *timelines: Timelines with one clock, one for each replica, in seconds. In the trace, rank 0 of all timelines
@@ -54,6 +54,7 @@ class _Trace:
                 events.append(self._metadata(event, "thread_name", name=name) | {"tid": track})
             named |= {(event.rank, _ACTIONS), (event.rank, track)}
             events.append(self._slice(event, track))
+            events += (self._within(event, track, call) for call in event.calls)
         return events + self._arrows()
 
     def _pid(self, event: Event) -> int:
@@ -78,6 +79,11 @@ class _Trace:
             "dur": (event.end - event.start) * 1e6,
             "args": {"stage": stage, "microbatch": microbatch, "bytes": event.bytes},
         }
+
+    def _within(self, event: Event, track: int, call: Call) -> dict[str, Any]:
+        """Return the slice of a collective op within an action."""
+        times = {"ts": (call.start - self._zero) * 1e6, "dur": (call.end - call.start) * 1e6}
+        return {"ph": "X", "name": call.name, "cat": "communication", "pid": self._pid(event), "tid": track, **times}
 
     def _arrows(self) -> list[dict[str, Any]]:
         """Return two flow events for each value, at its maker and its user, if the timeline has both of them."""

@@ -99,8 +99,5 @@ class Overlay:
 def _from_zero(name: str, timeline: Timeline) -> Timeline:
     """Return the timeline shifted to start at 0, with ``name`` added to its actors' names."""
     zero = timeline.start
-    events = (
-        event._replace(actor=f"{event.actor} {name}", start=event.start - zero, end=event.end - zero)
-        for event in timeline.events
-    )
+    events = (event.earlier(zero)._replace(actor=f"{event.actor} {name}") for event in timeline.events)
     return Timeline(timeline.schedule, tuple(events), timeline.measured)

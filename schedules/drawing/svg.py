@@ -74,6 +74,7 @@ _NAMES = {
     Op.STEP: "STEP",
 }
 _THIN = 4  # height of the line of a bucket's reduction, and of one that shows how long a stage is whole
+_CALL = 9  # height of communication within an action
 _FAINT, _PALE = 0.45, 0.3
 _PAPER, _INK = 'class="raypar-paper" fill="none"', 'class="raypar-ink"'
 _COSTS = Costs()
@@ -189,6 +190,8 @@ class LanesPicture:
             yield GREY, _FAINT, "gathering, reducing" if self._strip else "reducing, moving"
         if self._strip:
             yield color(Op.F), 1.0, "thin line: weights whole"
+        if any(event.calls for _, box in self._drawn for event in box.events if event.action.op in COMPUTE):
+            yield color(Op.F), 0.3, "light foot: communication within"
         if any(len(self._schedule.stages_of(rank)) > 1 for rank in range(self._schedule.num_ranks)):
             yield color(Op.F, 1.0), 1.0, "lighter: later chunk"
         if len(self._names) > 1:
@@ -308,8 +311,29 @@ class LanesPicture:
         size = f'x="{x:.1f}" y="{top:.4g}" width="{width:.1f}" height="{height:.3g}"'
         return (
             f"<g><title>{self._tip(lane, box)}</title><rect {size} "
-            f'fill="{self._fill(event)}"{faint}{frame}/>{number if label and _DIGIT * len(label) <= width else ""}</g>'
+            f'fill="{self._fill(event)}"{faint}{frame}/>{"".join(self._calls(lane, box))}'
+            f"{number if label and _DIGIT * len(label) <= width else ''}</g>"
         )
+
+    def _calls(self, lane: int, box: Box) -> Iterator[str]:
+        """Draw communication within an action as light parts at the foot of its box; parts that adjoin become one."""
+        if len(box.events) > 1 or box.first.action.op not in COMPUTE:
+            return
+        event, spans = box.first, list[tuple[float, float, str]]()
+        for name, begin, end in event.calls:
+            left, right = (box.start + max(0.0, min(at, event.end) - event.start) for at in (begin, end))
+            if spans and (left - spans[-1][1]) * self._scale < 1.0 and spans[-1][2] == name:
+                left = spans.pop()[0]
+            spans.append((left, right, name))
+        y, height = self._y(event.rank, lane) + LANE - _CALL, _CALL
+        for left, right, name in spans:
+            if (width := (right - left) * self._scale) >= 1.0:
+                x, times = MARGIN + left * self._scale, (self.spelled or plain)(right - left)
+                yield (
+                    f"<g><title>{html.escape(f'{name} within {event.action} on {event.actor}: {times}')}</title>"
+                    f'<rect class="raypar-call" x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" '
+                    f'fill="#fff" fill-opacity="0.7"/></g>'
+                )
 
     def _tip(self, lane: int, box: Box) -> str:
         spelled, name, event = self.spelled or plain, self._names[lane], box.first

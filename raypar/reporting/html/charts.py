@@ -1,26 +1,37 @@
-"""Charts in SVG and HTML without scripts: lines over steps, and bars. Tooltips give the figures of a step.
+"""Charts in SVG and HTML: lines over steps, and bars. script.js adds the figures at the pointer, other axes, and CSV.
 
 Lines are stretched to the width of the window; letters are HTML, so that they have one size in every window.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from markupsafe import Markup
 
 from raypar.reporting.html.markup import concatenated, element
 from raypar.schedules.drawing.svg import ticks
+from raypar.schedules.float_sum import float_sum
 
 Point = tuple[float, float]
 WIDTH, HEIGHT = 1000, 200  # units of a plot, which is stretched
 _FINEST = 300  # parts of a line, each drawn by its lowest and its highest point
-_COLUMNS = 100  # columns with tooltips
+DASHES = 4  # patterns of dashes
 _SIGNS = {"resume": "\u25b6", "failure": "\u2715"}
+
+
+def axis_buttons(runs: Sequence[Mapping[str, Any]]) -> Markup:
+    """Make the buttons that change the x axis of all charts of a page, which has these runs; see ``History.axes``."""
+    names = {"step": "step", "seen": " or ".join(dict.fromkeys(str(run["unit"]) for run in runs)), "time": "time"}
+    buttons = [
+        element("button", name, value=value, aria_pressed=str(value == "step").lower()) for value, name in names.items()
+    ]
+    return element("div", "x axis: ", *buttons, class_="axes", data_axes=json.dumps(runs), hidden="")
 
 
 @dataclass(frozen=True)
@@ -32,17 +43,34 @@ class ChartLine:
         points: ``(step, value)``, sorted by step. A value that is not finite is a gap.
         color: The CSS class of its colour, "one" to "six".
         faint: Whether the line is thin and pale.
+        run: Number of its run on the page, whose axes it has.
+        dashes: Its pattern of dashes: 0 is a whole, thick line on which the others stay visible; None for a usual line.
     """
 
     name: str
     points: Sequence[Point]
     color: str = "one"
     faint: bool = False
+    run: int = 0
+    dashes: int | None = None
 
     @property
     def style(self) -> str:
         """The CSS classes of the line."""
-        return f"{self.color} faint" if self.faint else self.color
+        dashes = [] if self.dashes is None else [f"dashes-{self.dashes}"]
+        return " ".join([self.color, *["faint"] * self.faint, *dashes])
+
+    def figures(self, spelled: Callable[[float], str]) -> dict[str, Any]:
+        """Return what the page's script needs of it: of a long line, its lowest and highest points in each part."""
+        shown = _thinned([(x, y) for x, y in self.points if math.isfinite(y)])
+        return {
+            "name": self.name,
+            "color": self.color,
+            "run": self.run,
+            "steps": [x for x, _ in shown],
+            "values": [y for _, y in shown],
+            "texts": [spelled(y) for _, y in shown],
+        }
 
 
 @dataclass(frozen=True)
@@ -99,7 +127,6 @@ def line_chart(
         "svg",
         *_grid(frame, marks),
         *(part for line in lines for part in _line(line, frame)),
-        *_columns(lines, frame, spelled),
         viewBox=f"0 0 {WIDTH} {HEIGHT}",
         preserveAspectRatio="none",
         role="img",
@@ -115,33 +142,43 @@ def line_chart(
         element("div", drawn, *_signs(frame, marks), class_="plot"),
         element("div", *_steps(frame), class_="steps"),
         class_="chart",
+        data_range=json.dumps([frame.first, frame.last]),
+        data_lines=json.dumps([line.figures(spelled) for line in lines]),
     )
     return concatenated(chart, _legend(lines if named or len(lines) > 1 else []))
 
 
-def bars(rows: Sequence[tuple[str, float]], spelled: Callable[[float], str]) -> Markup:
-    """Draw a bar for each row.
+def stacked(
+    rows: Mapping[str, Mapping[str, float]], styles: Mapping[str, str], spelled: Callable[[float], str]
+) -> Markup:
+    """Draw a bar of parts for each row, on one scale, and the legend of several parts.
 
     Args:
-        rows: ``(name, value)``; values are 0 or more.
+        rows: By row and part, the values, 0 or more.
+        styles: By part, its CSS classes.
         spelled: Formats the values.
 
     Returns:
         The bars.
     """
-    longest = max((value for _, value in rows), default=0.0) or 1.0
-    return concatenated(
-        *(
+    longest = max((float_sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
+    seen = [name for name in styles if any(parts.get(name) for parts in rows.values())]
+    drawn = list[Markup]()
+    for row, parts in rows.items():
+        pieces = [
             element(
-                "div",
-                element("span", name),
-                element("div", element("div", style=f"width: {100 * value / longest:.1f}%")),
-                element("b", spelled(value)),
-                class_="bar",
+                "i",
+                class_=styles[name],
+                style=f"width: {100 * parts[name] / longest:.2f}%",
+                data_tip=f"{row}: {name} {spelled(parts[name])}",
             )
-            for name, value in rows
-        )
-    )
+            for name in seen
+            if parts.get(name)
+        ]
+        whole = element("b", spelled(float_sum(parts.values())))
+        drawn.append(element("div", element("span", row), element("div", *pieces), whole, class_="stack"))
+    key = [element("span", element("i", class_=f"box {styles[name]}"), name) for name in seen]
+    return concatenated(*drawn, *([element("div", *key, class_="key")] if len(key) > 1 else []))
 
 
 @dataclass(frozen=True)
@@ -194,10 +231,10 @@ def _line(line: ChartLine, frame: _Frame) -> Iterator[Markup]:
     for stretch in _stretches(line.points):
         pixels = [(frame.x(x), frame.y(y)) for x, y in _thinned(stretch)]
         path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in pixels)
-        yield element("path", d=path, class_=f"line {line.style}")
+        yield element("path", d=path, class_=f"line {line.style}", data_run=line.run)
         if len(line.points) <= 30 or len(stretch) == 1:  # round dots however the plot is stretched: lines of no length
             dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in pixels)
-            yield element("path", d=dots, class_=f"dot {line.style}")
+            yield element("path", d=dots, class_=f"dot {line.style}", data_run=line.run)
 
 
 def _stretches(points: Sequence[Point]) -> Iterator[list[Point]]:
@@ -223,18 +260,3 @@ def _thinned(points: Sequence[Point]) -> list[Point]:
         by_value = sorted(points[start:end], key=lambda point: point[1])
         kept += sorted({by_value[0], by_value[-1]})
     return kept
-
-
-def _columns(lines: Sequence[ChartLine], frame: _Frame, spelled: Callable[[float], str]) -> Iterator[Markup]:
-    """Cover the chart with invisible columns whose tooltips give the figures of a step."""
-    found = [dict(line.points) for line in lines]
-    steps = sorted({step for values in found for step in values})
-    few = {step for values in found if len(values) <= _COLUMNS for step in values}
-    shown = sorted(few | {steps[part * len(steps) // _COLUMNS] for part in range(_COLUMNS)})
-    middles = [frame.x(before) / 2 + frame.x(after) / 2 for before, after in pairwise(shown)]
-    for step, start, end in zip(shown, [0.0, *middles], [*middles, float(WIDTH)], strict=True):
-        figures = ", ".join(
-            f"{line.name} {spelled(values[step])}" for line, values in zip(lines, found, strict=True) if step in values
-        )
-        tip = element("title", f"step {step:,.0f}: {figures}")
-        yield element("rect", tip, x=f"{start:.1f}", y=0, width=f"{end - start:.1f}", height=HEIGHT, class_="hit")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from raypar.config.toml import flat
-from raypar.reporting.html.charts import ChartLine, line_chart
+from raypar.reporting.html.charts import DASHES, ChartLine, axis_buttons, line_chart
 from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, exp, headline, significant, smoothed
 from raypar.reporting.html.half_precision import SCALE, scale_powers
@@ -62,6 +62,7 @@ def comparison(pasts: Sequence[Past], *, faults: Sequence[str] = (), every: int 
         element("header", element("h1", title), element("p", ", ".join(one.name for one in runs))),
         unread(faults),
         _which(runs, every),
+        axis_buttons([one.history.axes() for one in runs]),
         _settings(runs),
         _figures(runs),
         *_charts(runs),
@@ -120,12 +121,17 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
         ("Learning rate", lambda one: one.points("lr"), significant, True),
         (f"{unit}/s", lambda one: one.throughput(), significant, True),
         ("Bubble", lambda one: one.points("bubble"), percentage, True),
+        ("Communication within actions", lambda one: one.points("communication"), percentage, True),
         (f"{unit} seen", lambda one: one.seen(), significant, True),
         ("Model FLOP/s of an actor", lambda one: one.model_flops(), amount, True),
     ]
     sections = list[Markup]()
     for title, of, spelled, zero in curves:
-        lines = [ChartLine(one.name, points, one.color) for one in runs if (points := of(one.history))]
+        lines = [
+            ChartLine(one.name, points, one.color, run=number, dashes=number % DASHES)
+            for number, one in enumerate(runs)
+            if (points := of(one.history))
+        ]
         if lines:
             sections.append(section(title, line_chart(lines, spelled, zero=zero, named=True)))
     pairs = [element("div", *sections[at : at + 2], class_="pair") for at in range(1, len(sections), 2)]

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.figures import History, Points, significant, smoothed
 from raypar.reporting.html.heat_map import COLUMNS, Cell, Scale, heat_map, shades
-from raypar.reporting.html.markup import COLORS, element, note, section
+from raypar.reporting.html.markup import COLORS, element, folded, note, section
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import percentage
 
@@ -93,7 +93,7 @@ def _maps(history: History) -> Iterator[Markup]:
     drawn = [_map(layer, counts[layer], lines, unevens[layer], columns) for layer in counts if layer in shown]
     pairs = [element("div", *drawn[at : at + 2], class_="pair") for at in range(0, len(drawn), 2)]
     first, rest = pairs[: _LAYERS // 2], pairs[_LAYERS // 2 :]
-    more = [element("details", element("summary", f"{len(drawn) - _LAYERS} more layers"), *rest)] if rest else []
+    more = [folded(f"{len(drawn) - _LAYERS} more layers", *rest)] if rest else []
     left = len(counts) - len(shown)
     left_out = f" Left out: the {left:,} layers whose load is the most even." if left else ""
     key = element("div", element("span", element("b", "load"), shades("one", _EVEN)), class_="key shades")

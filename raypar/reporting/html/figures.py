@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 from typing import Any
 
 from raypar.actors.specs.types import ELEMENTS, LEARNED, TOKENS, names_cross_entropy
@@ -19,6 +19,8 @@ from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import amount, duration, percentage, size
 
 Points = list[tuple[float, float]]
+_NO_PART = ("offloaded", "cache")  # memory that is not in the peak of a step
+_AXIS = 1000  # most points of an axis, between which a page interpolates
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,17 @@ class History:
             return []
         return [(step, speed * each / actors) for step, speed in self.points("tokens_per_s")]
 
+    def axes(self) -> dict[str, Any]:
+        """Return the axes over which a page draws this run: steps, and at each the units seen and seconds so far."""
+        times = accumulate((line["step_ms"] or 0.0) / 1e3 for line in self.steps)
+        rows = [(step, seen, round(time, 3)) for (step, seen), time in zip(self.seen(), times, strict=True)]
+        kept = rows[:: -(-len(rows) // _AXIS) or 1] + rows[-1:]
+        kept = [(kept[0][0] - 1, 0, 0.0), *kept] if kept else []
+        return {
+            "unit": self.unit,
+            **dict(zip(("step", "seen", "time"), map(list, zip(*kept, strict=True)), strict=False)),
+        }
+
     def points(self, name: str) -> list[tuple[float, float]]:
         """Return ``(number of steps taken, figure)`` of every step that has it: times of steps by hand say nothing."""
         return [(line["step"] + 1, line[name]) for line in self.steps if line.get(name) is not None]
@@ -131,11 +144,13 @@ class History:
     def memory(self) -> dict[str, list[int]]:
         """Return the largest memory of each kind on each pipeline rank, in bytes; empty if the steps do not have it.
 
-        What is left of the peak are activations, messages and the process.
+        What is left of the peak are activations and messages, and the process where an older raypar did not count it.
         """
-        kinds = {kind: None for line in self.steps for kind in line.get("memory") or {}}
+        kinds = dict.fromkeys(kind for line in self.steps for kind in line.get("memory") or {} if kind not in _NO_PART)
         found = {kind: [max(sizes) for sizes in zip_longest(*self._memory(kind), fillvalue=0)] for kind in kinds}
         rest = [max(0, peak - sum(held)) for peak, *held in zip_longest(self.peaks(), *found.values(), fillvalue=0)]
+        if "process" in found:
+            return {**found, "activations": rest, "process": found.pop("process")}
         return {**found, "activations, process": rest} if found else {}
 
     def _memory(self, kind: str) -> list[list[int]]:
@@ -173,7 +188,7 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
         speed = (f"{history.unit}/s, median", f"{middle(history.throughput()):,.0f}")
         rows += [
             (f"{history.unit} seen{_since(history)}", f"{history.seen()[-1][1]:,.0f}"),
-            *([speed, ("bubble, median", percentage(history.median("bubble")))] if times else []),
+            *([speed, ("bubble, median", percentage(history.median("bubble"))), *_within(history)] if times else []),
             ("peak memory of a rank", size(max(history.peaks(), default=0), tenths=True)),
             *([("time in steps", duration(float_sum(times) / 1e3))] if times else []),
             *([("stepped by hand", f"{history.by_hand:,}")] if history.by_hand else []),
@@ -186,10 +201,16 @@ def headline(past: Past, history: History, *, skips: bool = False) -> list[tuple
 
 
 def smoothed(points: Points) -> Points:
-    """Return the exponential moving average of points, without a bias to their first value.
+    """Return the exponential moving average of points from both sides, which does not lag.
 
-    It spans a twentieth of the points, and at least 5 of them. Values that are not finite stay gaps.
+    Each spans a twentieth of the points, and at least 5 of them. Values that are not finite stay gaps.
     """
+    ahead, back = _averaged(points), _averaged(points[::-1])[::-1]
+    return [(step, (one + other) / 2.0) for (step, one), (_, other) in zip(ahead, back, strict=True)]
+
+
+def _averaged(points: Points) -> Points:
+    """Return the exponential moving average of points, without a bias to their first value."""
     keep = 1.0 - 2.0 / (max(5, len(points) // 20) + 1.0)
     mean = weight = 0.0
     found = Points()
@@ -199,6 +220,12 @@ def smoothed(points: Points) -> Points:
             value = mean / weight
         found.append((step, value))
     return found
+
+
+def _within(history: History) -> list[tuple[str, str]]:
+    """Return the share of time that went into communication within actions; nothing of a run without any."""
+    share = history.median("communication")
+    return [("communication in actions, median", percentage(share))] if share else []
 
 
 def _since(history: History) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+from base64 import b64encode
 from collections.abc import Callable
+from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from raypar.errors import ConfigError
+from raypar.reporting.html.markup import script
 
 HOST = "127.0.0.1"
 EVERY = 3  # seconds between two loads of a page
@@ -57,6 +60,8 @@ class Live:
 
 
 def _handler(made: Callable[[], str]) -> type[BaseHTTPRequestHandler]:
+    own = f"sha256-{b64encode(sha256(script().encode()).digest()).decode()}"  # no other script may run
+
     class Handler(BaseHTTPRequestHandler):
         """Answers a request for the page, and refuses every other one."""
 
@@ -83,7 +88,9 @@ def _handler(made: Callable[[], str]) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.send_header("Content-Length", str(len(raw)))
             self.send_header("Cache-Control", "no-store")
-            self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
+            self.send_header(
+                "Content-Security-Policy", f"default-src 'none'; style-src 'unsafe-inline'; script-src '{own}'"
+            )
             self.end_headers()
             if whole:
                 self.wfile.write(raw)

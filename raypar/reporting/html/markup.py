@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -37,8 +38,27 @@ def concatenated(*parts: str) -> Markup:
 
 
 def section(title: str, *inside: Markup) -> Markup:
-    """Make a box with a title."""
-    return element("section", element("h2", title), *inside)
+    """Make a box with a title, and a name for links from it."""
+    named = "-".join(re.findall(r"[a-z0-9]+", title.lower()))
+    return element("section", element("h2", title), *inside, id=named)
+
+
+def contents(body: Markup) -> Markup:
+    """Make links to the boxes of a page."""
+    found = re.findall(r'<section id="([^"]*)"><h2>(.*?)</h2>', body)
+    return element(
+        "nav", *(element("a", Markup(title), href=f"#{name}") for name, title in found), aria_label="contents"
+    )
+
+
+def script() -> Markup:
+    """Return the script of all pages."""
+    return Markup(Path(__file__).with_name("script.js").read_text())
+
+
+def folded(title: str, *inside: Markup) -> Markup:
+    """Make a part that is opened by its title."""
+    return element("details", element("summary", title), *inside)
 
 
 def note(text: str) -> Markup:
@@ -75,5 +95,7 @@ def document(title: str, body: Markup, every: int | None = None) -> str:
         element("style", Markup(Path(__file__).with_name("style.css").read_text())),
     )
     return concatenated(
-        Markup("<!DOCTYPE html>\n"), element("html", head, element("body", body), lang="en"), Markup("\n")
+        Markup("<!DOCTYPE html>\n"),
+        element("html", head, element("body", body, element("script", script())), lang="en"),
+        Markup("\n"),
     )

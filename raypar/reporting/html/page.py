@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
 from markupsafe import Markup
 
-from raypar.actors.specs.run import Run
-from raypar.config.toml import flat, plain_of
-from raypar.planner.prediction import from_steps
-from raypar.reporting.html.charts import ChartLine, Mark, bars, line_chart
+from raypar.reporting.html.about import circumstances, configuration, provenance_list, samples
+from raypar.reporting.html.actors import memory, steps, times
+from raypar.reporting.html.charts import ChartLine, Mark, axis_buttons, line_chart, stacked
 from raypar.reporting.html.events import ending, happenings
 from raypar.reporting.html.experts import experts
 from raypar.reporting.html.figures import History, Points, exp, headline, middle, rate, significant, smoothed
 from raypar.reporting.html.forecast import forecast
 from raypar.reporting.html.half_precision import loss_scale, overflow
-from raypar.reporting.html.markup import NUMBER, VALUE, concatenated, document, element, html_table, note, section
+from raypar.reporting.html.markup import (
+    NUMBER,
+    concatenated,
+    contents,
+    document,
+    element,
+    folded,
+    html_table,
+    note,
+    section,
+)
 from raypar.reporting.run_folder.read import Past
-from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import amount, duration, percentage, size
 
 _DAY = 86_400  # seconds
@@ -39,7 +46,7 @@ def losses(history: History, marks: Sequence[Mark]) -> Markup:
     if history.evaluations:
         lines.append(ChartLine("validation", history.validation(), "two"))
     drawn = line_chart(lines, significant, marks=marks)
-    text = note("Smoothed: an exponential moving average over a twentieth of the steps, at least 5.")
+    text = note("Smoothed: moving averages from both sides, each over a twentieth of the steps, at least 5.")
     return section("Loss", drawn, text) if history.steps else section("Loss", note(_NONE))
 
 
@@ -71,9 +78,14 @@ def speed(history: History, marks: Sequence[Mark]) -> Markup:
     text = [note(f"Left out: {by_hand:,} stepped by hand, whose times say nothing of a run.")] if by_hand else []
     points = history.throughput()
     daily = [note(f"{amount(_DAY * median(value for _, value in points))} {history.unit} a day.")] if points else []
+    lines = [ChartLine("bubble", history.points("bubble"))]
+    within = history.points("communication")
+    if any(share for _, share in within):
+        lines.append(ChartLine("communication within actions", within, "two", dashes=1))
+    drawn = line_chart(lines, percentage, zero=True, marks=marks) if history.steps else note(_NONE)
     return _pair(
         section(name.capitalize(), _curve(history, name, points, significant, marks), *daily, *text),
-        section("Bubble", _curve(history, "bubble", history.points("bubble"), percentage, marks), note(_BUBBLE), *text),
+        section("Bubble", drawn, note(_BUBBLE), *text),
     )
 
 
@@ -94,32 +106,6 @@ def utilisation(history: History, marks: Sequence[Mark], peak: float | None) -> 
     used: Points = [(step, value / peak) for step, value in flops]
     drawn = _curve(history, "utilisation", used, percentage, marks)
     return section("Model FLOPs utilisation", drawn, note(f"{text} The device's peak is {rate(peak)}."))
-
-
-def steps(past: Past) -> Markup:
-    """Draw the latest measured step over its prediction; the folder has no steps before it to predict it from."""
-    title = "Measured over predicted"
-    if not past.timelines or not past.timelines[0].events or past.step is None:
-        return section(title, note("No step was measured."))
-    measured = past.timelines[0]
-    prediction = from_steps(measured, [])
-    overlay = Overlay(measured, prediction.timeline, prediction.source)
-    which = f" of replica {measured.events[0].actor}" if len(past.timelines) > 1 else ""
-    text = note(
-        f"Step {past.step + 1:,}{which}. Predicted with the median costs of its own actions: what differs is waiting "
-        "that the schedule does not ask for. Its bubble counts the step's whole time on every rank, and is so larger "
-        "than the curve's. Point at a box for its times; raypar trace writes them for Perfetto."
-    )
-    return section(title, element("div", Markup(overlay.svg()), class_="wide"), text)
-
-
-def memory(history: History) -> Markup:
-    """Draw the peak memory of every pipeline rank, by kind where the steps have it."""
-    kinds = history.memory() or {"": history.peaks()}
-    rows = [
-        (f"pp={rank} {kind}".strip(), float(peak)) for kind, peaks in kinds.items() for rank, peak in enumerate(peaks)
-    ]
-    return section("Peak memory", bars(rows, partial(size, tenths=True)) if rows else note(_NONE))
 
 
 def messages(past: Past, marks: Sequence[Mark]) -> Markup:
@@ -144,7 +130,8 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
     )
     if resumed := [mark.step for mark in marks if mark.kind == "resume"]:
         text += f" They are of the last session, after step {resumed[-1]:,}, with its evaluations."
-    shown = bars([(kind, seconds) for kind, (_, _, seconds) in ordered], duration) if timed else Markup()
+    seconds = {kind: {"seconds": spent} for kind, (_, _, spent) in ordered}
+    shown = stacked(seconds, {"seconds": "one"}, duration) if timed else Markup()
     whole = html_table(["axis and op", "calls", "bytes", "seconds"], rows, ["", NUMBER, NUMBER, NUMBER])
     each = [
         [
@@ -158,8 +145,7 @@ def messages(past: Past, marks: Sequence[Mark]) -> Markup:
         for kind, counts in counted.items()
     ]
     by_actor = html_table(["actor", "axis and op", "calls", "bytes", "seconds"], each, ["", "", NUMBER, NUMBER, NUMBER])
-    detail = element("details", element("summary", "By actor"), by_actor)
-    return section("Messages", shown, whole, note(text), detail)
+    return section("Messages", shown, whole, note(text), folded("By actor", by_actor))
 
 
 def checkpoint_list(past: Past) -> Markup:
@@ -195,7 +181,7 @@ def failures(past: Past, history: History) -> Markup:
         [
             f"{one['step']:,}",
             one["reason"],
-            element("details", element("summary", _died(one["death"])), element("pre", "\n".join(one["death"]["log"])))
+            folded(_died(one["death"]), element("pre", "\n".join(one["death"]["log"])))
             if one["death"] and one["death"]["log"]
             else _died(one["death"]),
             "ended the run" if one["is_end"] else f"went on after step {one['back_to']:,}",
@@ -224,24 +210,6 @@ def _died(death: dict[str, Any] | None) -> str:
     return f"{text}, in {death['last_action']}" if death["last_action"] else text
 
 
-def provenance_list(past: Past) -> Markup:
-    """List where the run comes from."""
-    if not past.provenance:
-        return section("Provenance", note("The folder does not say where it comes from."))
-    return section("Provenance", html_table(["name", "value"], past.provenance.items(), ["", VALUE]))
-
-
-def configuration(past: Past) -> Markup:
-    """List every setting of the run, and mark those that differ from the defaults of a Run."""
-    usual = flat(plain_of(Run()))
-    rows = [
-        [key, element("mark", str(value)) if key not in usual or usual[key] != value else str(value)]
-        for key, value in flat(past.config).items()
-    ]
-    text = note(concatenated(element("mark", "marked"), ": not the default."))
-    return section("Configuration", html_table(["setting", "value"], rows, ["", VALUE]), text)
-
-
 def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, every: int | None = None) -> str:
     """Make the HTML page of a run folder.
 
@@ -260,22 +228,27 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         element("div", element("b", value), element("span", name), class_="tile")
         for name, value in headline(past, history)
     ]
-    body = concatenated(
+    top = concatenated(
         element(
             "header",
             element("h1", title),
             element("p", f"raypar run in {past.folder.name}. {state(past, every)}", title=str(past.folder)),
+            *([element("p", made)] if (made := circumstances(past)) else []),
         ),
         unread(faults),
         element("div", *tiles, class_="tiles"),
+    )
+    body = concatenated(
         events(marks),
         losses(history, marks),
+        samples(past),
         *([optimizer(history, marks), progress(history, marks), speed(history, marks)] if history.steps else []),
         *([utilisation(history, marks, peak)] if history.steps else []),
         *experts(history, marks),
         loss_scale(history, marks),
         overflow(history),
         forecast(past, history),
+        times(past),
         steps(past),
         memory(history),
         messages(past, marks),
@@ -284,7 +257,8 @@ def page(past: Past, *, faults: Sequence[str] = (), peak: float | None = None, e
         provenance_list(past),
         configuration(past),
     )
-    return document(f"{past.folder.name}: {title}", body, every if past.under_way else None)
+    whole = concatenated(top, contents(body), axis_buttons([history.axes()]), body)
+    return document(f"{past.folder.name}: {title}", whole, every if past.under_way else None)
 
 
 def state(past: Past, every: int | None) -> str:

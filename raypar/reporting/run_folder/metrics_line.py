@@ -88,6 +88,7 @@ class StepLine:
     overlap: Figure | None
     in_flight: Numbers
     peak_memory: Numbers
+    communication: Figure | None = None
     memory: dict[str, Numbers] | None = None
     samples: Number | None = None
     loss_scale: Figure | None = None

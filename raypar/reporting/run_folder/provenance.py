@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
+import re
 import subprocess
 import sys
+from collections import Counter
 from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -13,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from raypar.actors.machine.files import read_plain
+from raypar.actors.machine.host_cores import num_cores
+from raypar.schedules.formatting import size
 
 _MOST = 1 << 20  # bytes
 
@@ -25,6 +30,7 @@ def provenance_of_process(started: datetime) -> dict[str, Any]:
         "torch": _version("torch"),
         "ray": _version("ray"),
         "host": platform.node(),
+        "hardware": _hardware(),
         "commit": _commit(),
         "command": list(sys.argv),
         "started": started.isoformat(timespec="seconds"),
@@ -51,6 +57,21 @@ def renewed(path: Path, started: datetime, *, resumed: bool, known: bool) -> str
             before = found.pop("resumed", [])
             past, again = found, [*(before if isinstance(before, list) else []), now]
     return json.dumps({**past, "resumed": again}, indent=1) + "\n"
+
+
+def _hardware() -> str:
+    """Describe this machine: its cores, memory and GPUs, as Linux has them in its files."""
+    parts = [f"{num_cores()} cores"]
+    with suppress(OSError):
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        parts[0] += f" of {' '.join(names[0].split())}" if names else ""
+    with suppress(OSError, ValueError):
+        parts.append(f"{size(os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'))} memory")
+    found = Counter[str]()
+    with suppress(OSError):
+        for file in Path("/proc/driver/nvidia/gpus").glob("*/information"):
+            found.update(re.findall(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE))
+    return ", ".join([*parts, *(f"{count} x {name}" for name, count in found.items())])
 
 
 def _version(package: str) -> str | None:

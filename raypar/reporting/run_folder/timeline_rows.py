@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import FailFast
 
@@ -12,19 +12,31 @@ from raypar.reporting.run_folder.damage import MOST_FAULTS, DamagedError
 from raypar.reporting.run_folder.metrics_line import Figure, Number
 from raypar.schedules.action import Action, Op
 from raypar.schedules.schedule import Schedule
-from raypar.schedules.timeline import Event, Timeline
+from raypar.schedules.timeline import Call, Event, Timeline
 
-Row = tuple[Number, str, str, Figure, Figure, Number, Number | None]
-"""rank, actor, action, start, end, bytes and bucket of an event"""
-Rows = Annotated[list[Row], FailFast()]
+
+class EventRow(NamedTuple):
+    """An event: its actor, its action, and its times in seconds. An older raypar wrote no calls."""
+
+    rank: Number
+    actor: str
+    action: str
+    start: Figure
+    end: Figure
+    bytes: Number
+    bucket: Number | None
+    calls: Annotated[tuple[tuple[str, Figure, Figure], ...], FailFast()] = ()
+
+
+Rows = Annotated[list[EventRow], FailFast()]
 
 
 def rows_of(timeline: Timeline) -> list[list[Any]]:
-    """Return the events of a timeline as plain rows; see ``Row``."""
-    return [[e.rank, e.actor, str(e.action), e.start, e.end, e.bytes, e.bucket] for e in timeline.events]
+    """Return the events of a timeline as plain rows; see ``EventRow``."""
+    return [[e.rank, e.actor, str(e.action), e.start, e.end, e.bytes, e.bucket, e.calls] for e in timeline.events]
 
 
-def timeline_of(rows: Sequence[Row], schedule: Schedule, *, measured: bool) -> Timeline:
+def timeline_of(rows: Sequence[EventRow], schedule: Schedule, *, measured: bool) -> Timeline:
     """Return the timeline that rows are of.
 
     Args:
@@ -36,13 +48,14 @@ def timeline_of(rows: Sequence[Row], schedule: Schedule, *, measured: bool) -> T
         DamagedError: The schedule can't have produced them.
     """
     faults, events = list[str](), list[Event]()
-    for rank, actor, spelled, start, end, size, bucket in rows:
+    for row in rows:
         try:
-            action = Action.parse(spelled)
+            action = Action.parse(row.action)
         except ValueError as error:
             faults.append(f"has {error}")
             continue
-        events.append(Event(rank, actor, action, start, end, size, bucket))
+        calls = tuple(Call(*call) for call in row.calls)
+        events.append(Event(row.rank, row.actor, action, row.start, row.end, row.bytes, row.bucket, calls))
     faults += (f"has {event.action} on rank {event.rank}: {why}" for event in events for why in _odd(event, schedule))
     if faults:
         raise DamagedError(*faults[:MOST_FAULTS])

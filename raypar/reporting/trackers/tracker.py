@@ -9,6 +9,11 @@ from typing import Any, Protocol
 from raypar.actors.specs.types import Tracker
 from raypar.paths import TENSORBOARD, absolute
 
+_GROUPS: Mapping[str, str] = {  # of figures that are not in "train" or "eval"
+    **dict.fromkeys(("tokens_per_s", "step_ms", "bubble", "communication", "overlap"), "time"),
+    **dict.fromkeys(("peak_memory", "in_flight"), "memory"),
+}
+
 
 class Sink(Protocol):
     """Receives the figures of a run in the driver.
@@ -36,19 +41,22 @@ class Sink(Protocol):
 
 
 def scalars(outcome: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of an outcome by name.
+    """Return the numbers of an outcome by name, in groups: ``train/loss``, ``eval/loss``, ``time/step_ms``.
 
-    A tuple over pipeline ranks becomes ``peak_memory/pp0`` and so on, the auxiliary losses become ``aux/switch``, and
-    the user's metrics ``metrics/accuracy``.
+    A tuple over pipeline ranks becomes ``memory/peak_memory/pp0`` and so on, the auxiliary losses become
+    ``train/aux/switch``, and the user's metrics ``eval/accuracy``.
     """
     found: dict[str, float] = {}
+    usual = "eval" if "val_loss" in outcome else "train"
     for name, value in outcome.items():
+        tag = f"{_GROUPS.get(name, usual)}/{name.removeprefix('val_')}"
         if isinstance(value, int | float) and name not in ("step", "steps_taken", "by_hand"):
-            found[name] = float(value)
+            found[tag] = float(value)
         elif isinstance(value, tuple | list):
-            found |= {f"{name}/pp{rank}": float(each) for rank, each in enumerate(value)}
+            found |= {f"{tag}/pp{rank}": float(each) for rank, each in enumerate(value)}
         elif name in ("aux", "metrics"):
-            found |= {f"{name}/{kind}": float(each) for kind, each in value.items() if each is not None}
+            inside = tag if name == "aux" else usual
+            found |= {f"{inside}/{kind}": float(each) for kind, each in value.items() if each is not None}
     return found
 
 

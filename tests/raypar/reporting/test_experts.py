@@ -69,11 +69,11 @@ def test_the_line_of_a_step_has_the_load():
 
 def test_trackers_get_numbers_by_name():
     told = scalars(report(result(dropped=(1, 0))).to_dict())
-    assert {name: told[name] for name in ("aux/switch", "aux/z", "max_load", "dropped")} == {
-        "aux/switch": 12.0,
-        "aux/z": 12.0,
-        "max_load": 1.5,
-        "dropped": 0.25,
+    assert {name: told[name] for name in ("train/aux/switch", "train/aux/z", "train/max_load", "train/dropped")} == {
+        "train/aux/switch": 12.0,
+        "train/aux/z": 12.0,
+        "train/max_load": 1.5,
+        "train/dropped": 0.25,
     }
 
 

@@ -21,19 +21,20 @@ from raypar.user_name import user_name
 REPORT = Report(7, 2.5, 1.0, 1e-3, 256, 1e3, 256.0, 0.25, None, (2, 1), (5, 6), samples=8)
 EVALUATION = Evaluation(8, 1.0, 64, 0.5)
 SCALARS = {
-    "loss": 2.5,
-    "grad_norm": 1.0,
-    "lr": 1e-3,
-    "tokens": 256.0,
-    "tokens_per_s": 1e3,
-    "step_ms": 256.0,
-    "bubble": 0.25,
-    "in_flight/pp0": 2.0,
-    "in_flight/pp1": 1.0,
-    "peak_memory/pp0": 5.0,
-    "peak_memory/pp1": 6.0,
-    "samples": 8.0,
-    "skipped": 0.0,
+    "train/loss": 2.5,
+    "train/grad_norm": 1.0,
+    "train/lr": 1e-3,
+    "train/tokens": 256.0,
+    "time/tokens_per_s": 1e3,
+    "time/step_ms": 256.0,
+    "time/bubble": 0.25,
+    "time/communication": 0.0,
+    "memory/in_flight/pp0": 2.0,
+    "memory/in_flight/pp1": 1.0,
+    "memory/peak_memory/pp0": 5.0,
+    "memory/peak_memory/pp1": 6.0,
+    "train/samples": 8.0,
+    "train/skipped": 0.0,
 }
 
 
@@ -72,7 +73,8 @@ def test_wandb(monkeypatch, tmp_path):
     )  # fmt: skip
     assert step == ("log", {"step": 8, **SCALARS})
     assert evaluation[1]["step"] == 8
-    assert evaluation[1]["val_loss"] == 1.0
+    assert evaluation[1]["eval/loss"] == 1.0
+    assert set(evaluation[1]) & set(step[1]) == {"step"}, "training and evaluation are never in one tag"
     assert finish == ("finish",)
 
 
@@ -147,8 +149,8 @@ def test_tensorboard(tmp_path, caplog):
     assert not {"torch._dynamo", "sympy"} & (set(sys.modules) - before)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(7, 2.5)]
-    assert [(event.step, event.value) for event in events.Scalars("val_loss")] == [(8, 1.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(7, 2.5)]
+    assert [(event.step, event.value) for event in events.Scalars("eval/loss")] == [(8, 1.0)]
     assert set(SCALARS) <= set(events.Tags()["scalars"])
 
 

@@ -15,6 +15,7 @@ from raypar.actors.specs.run import Run
 from raypar.cli.main import run_command
 from raypar.config.toml import plain_of, toml_of
 from raypar.reporting.html.compare import comparison
+from raypar.reporting.html.markup import script
 from raypar.reporting.run_folder.read import read
 from tests.raypar.reporting.html.test_report import EVIL, Reader, report
 
@@ -40,9 +41,10 @@ def test_the_settings_that_differ_come_first_and_the_curves_are_over_each_other(
     assert capsys.readouterr().out == f"written: {one / 'comparison.html'}\n"
     read = Reader((one / "comparison.html").read_text())
     assert settings(read.texts) == ["setting", "one", "other", "seed", "0", "7", "mesh.dp", "1", "2"]
-    assert any(text.startswith("step 4: one ") and ", other 3" in text for text in read.texts)
-    assert {"line one", "line two"} <= {value for name, value in read.attributes if name == "class"}
-    assert not {"script", "link", "img"} & set(read.tags)
+    assert any(text.startswith("step 4: one ") and ", other 3" in text for text in read.tips)
+    classes = {value for name, value in read.attributes if name == "class"}
+    assert {"line one dashes-0", "line two dashes-1"} <= classes, "equal curves stay visible"
+    assert read.scripts == [str(script())] and not {"link", "img"} & set(read.tags)
 
 
 def test_runs_of_the_same_settings_and_the_same_name_are_told_apart(tmp_path):
@@ -138,7 +140,7 @@ def test_whatever_runs_are_called_is_inert(tmp_path):
     first = read(written(tmp_path / "a"))
     evil = replace(first, folder=Path("/runs/<script>x"), config=config | {EVIL: EVIL}, provenance={EVIL: EVIL})
     shown = comparison([first, evil], faults=[EVIL])
-    assert "script" not in Reader(shown).tags
+    assert Reader(shown).scripts == [str(script())]
     assert shown.count("&lt;script&gt;") >= 8
 
 

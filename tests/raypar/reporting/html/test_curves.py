@@ -108,15 +108,27 @@ def test_steps_by_hand_have_no_times():
 def test_memory_is_told_by_kind():
     kinds = {"weights": [1 << 20], "gradients": [1 << 20], "optimizer": [2 << 20]}
     run = past()
-    told = Reader(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics]))).texts
-    assert {"pp=0 weights", "pp=0 optimizer", "pp=0 activations, process", "2.0 MiB"} <= set(told)
+    told = Reader(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics]))).tips
+    rest = "activations, process"
+    assert {"pp=0: weights 1.0 MiB", "pp=0: optimizer 2.0 MiB", f"pp=0: {rest} 1.0 MiB"} <= set(told)
 
 
-def test_smoothing_has_no_bias_to_the_first_value_and_keeps_gaps():
+def test_the_process_is_apart_and_what_is_not_in_the_peak_is_left_out():
+    kinds = {"weights": [1 << 20], "process": [3 << 20], "offloaded": [9 << 20]}
+    run = past()
+    told = Reader(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics])))
+    bars = [tip for tip in told.tips if tip.startswith("pp=0: ")]
+    assert bars == ["pp=0: weights 1.0 MiB", "pp=0: activations 1.0 MiB"]
+    assert any("with Python and torch, up to 3.0 MiB" in text for text in told.texts)
+
+
+def test_smoothing_has_no_bias_to_the_first_value_no_lag_and_keeps_gaps():
     assert [value for _, value in smoothed([(1, 4.0), (2, 4.0), (3, 4.0)])] == pytest.approx([4.0] * 3)
     first, gap, last = smoothed([(1, 1.0), (2, math.nan), (3, 2.0)])
-    assert (first, math.isnan(gap[1])) == ((1, 1.0), True)
-    assert 1.0 < last[1] < 2.0
+    assert (first[0], math.isnan(gap[1])) == (1, True)
+    assert 1.0 < first[1] < 1.5 < last[1] < 2.0
+    ramp = smoothed([(step, float(step)) for step in range(201)])
+    assert ramp[100][1] == pytest.approx(100.0), "an average of the past alone would lag"
 
 
 @pytest.mark.parametrize("moe", [None, MoE(experts=(4, 8), every=4, capacity=1.25)])
@@ -135,18 +147,14 @@ def test_model_flops_are_those_that_the_planner_predicts(moe):
 def test_utilisation_is_told_where_the_peak_is_known_and_else_why_not():
     assert "Utilisation is left out: the peak of the device is not known" in texts(page(past()))
     flops = History.of(past()).model_flops()[0][1]
-    assert "step 1: utilisation 50%" in texts(page(past(), peak=2 * flops))
+    assert "step 1: utilisation 50%" in Reader(page(past(), peak=2 * flops)).tips
     assert "the FLOPs of the user's own layers are not known" in texts(page(own()))
     assert [rate(value) for value in (0, 12, 1.5e12)] == ["0 FLOP/s", "12 FLOP/s", "1.5 TFLOP/s"]
 
 
 def test_memory_is_told_by_kind_where_the_steps_have_it():
     assert "pp=0 | " in texts(page(past()))
-    run = past()
-    kinds = {"weights": [1 << 20], "activations": [2 << 20]}
-    shown = texts(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics])))
-    assert "pp=0 weights | 1.0 MiB" in shown
-    assert "pp=0 activations | 2.0 MiB" in shown
+    assert "pp=0: peak 5.0 MiB" in Reader(page(past())).tips
 
 
 def test_the_step_axis_counts_from_1_and_marks_stand_on_it():

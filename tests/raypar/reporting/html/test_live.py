@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+from base64 import b64encode
 from contextlib import contextmanager
+from hashlib import sha256
 from threading import Thread
 
 import pytest
@@ -19,6 +21,7 @@ from raypar.cli import run_folder
 from raypar.cli.main import run_command
 from raypar.errors import ConfigError
 from raypar.reporting.html.live import EVERY, Live
+from raypar.reporting.html.markup import script
 from raypar.reporting.html.page import page
 from raypar.reporting.run_folder.append import Lines
 from raypar.reporting.run_folder.read import read
@@ -57,6 +60,8 @@ def test_only_the_page_is_served_and_only_to_who_asks_for_this_machine():
         assert (answer.status, text) == (200, "<p>here</p>")
         assert answer.headers["Cache-Control"] == "no-store"
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'")
+        ours = b64encode(sha256(script().encode()).digest()).decode()
+        assert answer.headers["Content-Security-Policy"].endswith(f"script-src 'sha256-{ours}'"), "no other script runs"
         assert asked(port, method="HEAD")[1] == ""
         for path in ("/run.toml", "/../../etc/passwd", "/?a", "/favicon.ico"):
             assert asked(port, path)[0].status == 404

@@ -20,9 +20,9 @@ from raypar.config.recipes import recipe
 from raypar.config.toml import plain_of, toml_of
 from raypar.planner.prediction import from_steps
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.html.charts import ChartLine, bars, line_chart
+from raypar.reporting.html.charts import ChartLine, line_chart, stacked
 from raypar.reporting.html.figures import History, significant
-from raypar.reporting.html.markup import concatenated, element
+from raypar.reporting.html.markup import concatenated, element, script
 from raypar.reporting.html.page import page
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import OpCounts, Past
@@ -36,11 +36,11 @@ VOID = {"meta"}
 
 
 class Reader(HTMLParser):
-    """Elements must be closed in their order; collects tags, texts and attributes."""
+    """Elements must be closed in their order; collects tags, texts, scripts and attributes."""
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.texts, self.attributes = [], [], [], []
+        self.open, self.tags, self.texts, self.scripts, self.attributes = [], [], [], [], []
         self.feed(text)
         assert self.open == []
 
@@ -58,7 +58,17 @@ class Reader(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts.append(data)
+        (self.scripts if self.open[-1:] == ["script"] else self.texts).append(data)
+
+    @property
+    def tips(self):
+        """What the page's script shows at the pointer: of each chart and step the figures, and of bars the parts."""
+        found = [value for name, value in self.attributes if name == "data-tip"]
+        for lines in (json.loads(value) for name, value in self.attributes if name == "data-lines"):
+            for step in sorted({step for line in lines for step in line["steps"]}):
+                at = [(line, line["steps"].index(step)) for line in lines if step in line["steps"]]
+                found.append(f"step {step:,.0f}: " + ", ".join(f"{line['name']} {line['texts'][n]}" for line, n in at))
+        return found
 
 
 def report(step, **changes):
@@ -99,10 +109,8 @@ def test_the_page_shows_all_of_a_run():
         "Configuration",
     ]  # fmt: skip
     assert [text for text in read.texts if text in titles][-len(titles) :] == titles
-    assert {
-        "step 4: train, smoothed 2.058, train, every step 1.25, validation 1.5",
-        "0F0 on pp=0, predicted: 0 ms to 50.0 ms",
-    } <= told
+    assert "step 4: train, smoothed 1.654, train, every step 1.25, validation 1.5" in read.tips
+    assert "0F0 on pp=0, predicted: 0 ms to 50.0 ms" in told
     assert {
         "pp send",
         "1,235",
@@ -116,13 +124,18 @@ def test_the_page_shows_all_of_a_run():
         "optim.lr",
     } <= told
     assert read.tags.count("mark") == 3  # its legend, steps, microbatches
+    links = [value.removeprefix("#") for name, value in read.attributes if name == "href"]
+    assert links == [value for name, value in read.attributes if name == "id"], "contents"
 
 
-def test_nothing_runs_and_nothing_is_fetched():
+def test_only_our_script_runs_and_nothing_is_fetched():
     text = page(past())
     read = Reader(text)
-    assert not {"script", "link", "img", "iframe", "object"} & set(read.tags)
-    assert not {name for name, _ in read.attributes} & {"src", "href", "srcset"}
+    assert read.scripts == [str(script())]
+    assert not {"link", "img", "iframe", "object"} & set(read.tags)
+    assert not {name for name, _ in read.attributes} & {"src", "srcset"}
+    assert all(value.startswith("#") for name, value in read.attributes if name == "href")
+    assert not re.findall(r"https?:|fetch|import|eval|innerHTML(?! = this.first|;)", script())
     assert [name for name, _ in read.attributes if name.startswith("on")] == []
     assert "url(" not in text
     assert "@import" not in text
@@ -148,7 +161,7 @@ def test_whatever_a_run_is_called_is_inert():
             checkpoints=[listed],
         )
     )
-    assert "script" not in Reader(shown).tags
+    assert Reader(shown).scripts == [str(script())]
     assert shown.count("&lt;script&gt;") >= 12
 
 
@@ -230,8 +243,11 @@ def test_a_line_keeps_its_highest_point_however_long_it_is():
 
 
 def test_bars_are_to_scale():
-    assert re.findall(r"width: ([\d.]+)%", str(bars([("a", 4.0), ("b", 1.0)], size))) == ["100.0", "25.0"]
-    assert "width: 0.0%" in str(bars([("a", 0.0)], size))
+    drawn = str(stacked({"a": {"x": 3.0, "y": 1.0}, "b": {"x": 1.0}, "c": {"y": 0.0}}, {"x": "one", "y": "two"}, size))
+    assert re.findall(r"width: ([\d.]+)%", drawn) == ["75.00", "25.00", "25.00"]
+    assert Reader(drawn).tips == ["a: x 3 B", "a: y 1 B", "b: x 1 B"]
+    assert Reader(drawn).texts == ["a", "4 B", "b", "1 B", "c", "0 B", "x", "y"]
+    assert 'class="key"' not in str(stacked({"a": {"x": 0.0}}, {"x": "one"}, size))
 
 
 def test_text_is_escaped_and_markup_is_not():
