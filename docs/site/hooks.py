@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_BOOST = {
-    "reference": 0.2,
-    "decisions": 0.2,
-    "start.md": 4,
-    "architecture.md": 0.5,
-}  # by folder or page; 2 for the others
+_BOOST = {"reference": 0.2, "decisions": 0.2, "start.md": 4, "architecture.md": 0.5}  # by folder or page
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:

@@ -18,4 +18,4 @@ if __name__ == "__main__":
     (DOCS / "badges.svg").write_text(badges())
     (DOCS / "benchmarks.svg").write_text(benchmarks())
     if "terminal" in sys.argv[1:]:
-        (DOCS / "terminal.svg").write_text(recorded("raypar train gpt-tiny --steps 30 --folder none"))
+        (DOCS / "terminal.svg").write_text(recorded("raypar train gpt-tiny --steps 30 --folder runs/first"))

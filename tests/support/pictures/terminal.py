@@ -15,6 +15,7 @@ import termios
 import time
 from codecs import getincrementaldecoder
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 from rich.text import Text
@@ -64,13 +65,13 @@ class Screen:
             self.written.append(self.written[-1])
 
 
-def run_in_terminal(words: list[str]) -> Screen:
-    """Run a program in a terminal of 100 columns, and return what it has written."""
+def run_in_terminal(words: list[str], folder: str) -> Screen:
+    """Run a program in a folder and a terminal of 100 columns, and return what it has written."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, _COLUMNS, 0, 0))
     started, screen, pending, decode = time.monotonic(), Screen(), "", getincrementaldecoder("utf-8")("replace").decode
     environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
-    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as running:
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, cwd=folder) as running:
         os.close(theirs)
         while chunk := _read(ours):
             text = pending + decode(chunk)
@@ -95,22 +96,25 @@ def recorded(command: str) -> str:
     Args:
         command: Such as ``raypar train gpt-tiny``; the Python of this process runs it.
     """
-    screen = run_in_terminal([sys.executable, "-m", *shlex.split(command)])
+    with TemporaryDirectory() as folder:
+        screen = run_in_terminal([sys.executable, "-m", *shlex.split(command)], folder)
     return drawn(command, screen)
 
 
 def drawn(command: str, screen: Screen) -> str:
     """Return a screen as SVG, below the command that was typed."""
-    while screen.lines and not screen.lines[-1]:
-        screen.lines.pop()
     console = Console(record=True, width=_COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    prompt = Text("$ ", style="bold") + Text(command, style="bold")
-    console.print(prompt, *map(Text.from_ansi, screen.lines), sep="\n", no_wrap=True, overflow="crop", crop=True)
+    typed = [(Text(f"$ {command}", style="bold"), 0.0)]
+    written = [(Text.from_ansi(line), at) for line, at in zip(screen.lines, screen.written, strict=True)]
+    rows = [(row, at) for text, at in typed + written for row in text.wrap(console, _COLUMNS)]
+    while not rows[-1][0]:
+        rows.pop()
+    console.print(*(row for row, _ in rows), sep="\n")
     picture = console.export_svg(title="raypar", unique_id="terminal")
     pace = _SECONDS / max(_SECONDS, *screen.written)
     delays = "".join(
-        f'[clip-path$="-line-{row})"] {{ animation-delay: {seconds * pace:.2f}s }}\n'
-        for row, seconds in enumerate(screen.written[: len(screen.lines)], 1)
+        f'[clip-path$="-line-{number})"] {{ animation-delay: {at * pace:.2f}s }}\n'
+        for number, (_, at) in enumerate(rows)
     )
     local = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)  # fonts from a network
     return local.replace("</style>", f"{_STYLE.read_text()}{delays}</style>", 1)
