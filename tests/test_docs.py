@@ -10,10 +10,12 @@ import ast
 import importlib
 import os
 import re
+import runpy
 import shlex
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -276,6 +278,25 @@ def test_pages_are_in_the_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     listed = re.findall(r"^ +- (\S+\.md)$", nav, re.MULTILINE)
     assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
+
+
+def test_a_guide_begins_with_what_one_can_do_after_it():
+    """The reference and the decisions have summaries of their own; the first page is a sentence and pictures."""
+    guides = [page for page in PAGES[1:] if page.parent.name == "docs" and page.name != "index.md"]
+    beginnings = {page.name: page.read_text().splitlines()[2] for page in guides}
+    assert {name for name, line in beginnings.items() if not re.match("(After|On) this page you ", line)} == set()
+
+
+def test_search_ranks_guides_before_the_reference_and_the_way_to_start_before_all():
+    hooks = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/site/hooks.py")))
+
+    def boost(name):
+        page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name))
+        assert hooks.on_page_markdown("text", page=page, config=None, files=None) == "text"
+        return page.meta["search"]["boost"]
+
+    assert boost("start.md") > boost("schedules.md") > boost("reference/run.md")
+    assert boost("schedules.md") > boost("decisions/tests.md")
 
 
 def test_the_head_of_a_run_in_the_docs_is_what_a_dry_run_says():

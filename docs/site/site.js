@@ -29,6 +29,9 @@
   addEventListener("load", () => {
     const tables = [...document.querySelectorAll(".md-content .md-typeset table")].filter(table => table.tHead);
     tables.forEach(label);
+    for (const code of document.querySelectorAll(".md-content :not(pre) > code")) { // no line ends within --flags
+      code.toggleAttribute("data-short", code.textContent.length <= SHORT_CELL);
+    }
     const all = () => tables.forEach(fit);
     new ResizeObserver(all).observe(document.querySelector(".md-content"));
     document.querySelectorAll(".tabbed-set input, details").forEach(one => one.addEventListener("change", all));
