@@ -10,7 +10,6 @@ _BOOST = {  # by folder or page; 2 for the others
     "architecture.md": 0.1,
     "questions.md": 0.5,
     "install.md": 1,
-    "schedules.md": 8,
     "start.md": 8,
 }
 
