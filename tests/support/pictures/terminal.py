@@ -1,4 +1,4 @@
-"""A recording of a terminal as SVG, in which lines appear as they did, in at most ten seconds."""
+"""A recording of a terminal as SVG, in which lines appear as they did, without long pauses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import sys
 import termios
 import time
 from codecs import getincrementaldecoder
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 _STYLE = Path(__file__).with_name("terminal.css")
-_SECONDS = 10.0  # of the recording, however long the command took
+_PAUSE = 0.5  # seconds that the recording waits at most between two lines
 _COLUMNS, _ROWS = 100, 40
 _CUT = re.compile(r"(?:\x1b(?:\[[\d;?]*)?)?$")  # a sequence whose end is not read yet
 _MOVES = re.compile(r"\x1b\[(\d*)([ABKJ])|\x1b\[\?\d+[hl]|(\r)|(\n)")
@@ -111,10 +112,18 @@ def drawn(command: str, screen: Screen) -> str:
         rows.pop()
     console.print(*(row for row, _ in rows), sep="\n")
     picture = console.export_svg(title="raypar", unique_id="terminal")
-    pace = _SECONDS / max(_SECONDS, *screen.written)
+    shown = _without_pauses(screen.written)
     delays = "".join(
-        f'[clip-path$="-line-{number})"] {{ animation-delay: {at * pace:.2f}s }}\n'
+        f'[clip-path$="-line-{number})"] {{ animation-delay: {shown[at]:.2f}s }}\n'
         for number, (_, at) in enumerate(rows)
     )
     local = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)  # fonts from a network
     return local.replace("</style>", f"{_STYLE.read_text()}{delays}</style>", 1)
+
+
+def _without_pauses(written: list[float]) -> dict[float, float]:
+    """When the recording shows what was written at each time, in seconds."""
+    shown = {0.0: 0.0}
+    for before, now in pairwise(sorted({0.0, *written})):
+        shown[now] = shown[before] + min(now - before, _PAUSE)
+    return shown
