@@ -1,4 +1,4 @@
-"""Features that raypar does not have yet, as docs/index.md names them, for messages that refuse them."""
+"""Features that raypar does not have yet, as docs/what_fits.md names them, for messages that refuse them."""
 
 from __future__ import annotations
 

@@ -10,10 +10,12 @@ import ast
 import importlib
 import os
 import re
+import runpy
 import shlex
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -31,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 TEXT_OF_PAGES = 601, 11_065_582  # files and bytes
 MOST_LINES = 220  # of README.md: one page
-ONE_OF_THESE = ("", "python", "toml", "text")
+ONE_OF_THESE = ("bash", "console", "pycon", "python", "text", "toml")
 
 
 class Fence(NamedTuple):
@@ -278,6 +280,25 @@ def test_pages_are_in_the_navigation():
     assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in PAGES[1:])
 
 
+def test_a_guide_begins_with_what_one_can_do_after_it():
+    """The reference and the decisions have summaries of their own; the first page is a sentence and pictures."""
+    guides = [page for page in PAGES[1:] if page.parent.name == "docs" and page.name != "index.md"]
+    beginnings = {page.name: page.read_text().splitlines()[2] for page in guides}
+    assert {name for name, line in beginnings.items() if not re.match("(After|On) this page you ", line)} == set()
+
+
+def test_search_ranks_guides_before_the_reference_and_the_way_to_start_before_all():
+    hooks = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/site/hooks.py")))
+
+    def boost(name):
+        page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri=name))
+        assert hooks.on_page_markdown("text", page=page, config=None, files=None) == "text"
+        return page.meta["search"]["boost"]
+
+    assert boost("start.md") > boost("schedules.md") > boost("reference/run.md")
+    assert boost("schedules.md") > boost("decisions/tests.md")
+
+
 def test_the_head_of_a_run_in_the_docs_is_what_a_dry_run_says():
     page = (
         (ROOT / "docs/runs.md").read_text().partition("`raypar train gpt-small --mesh.tp 2 --dry-run`:\n\n```text\n")[2]
@@ -300,7 +321,7 @@ def test_the_plan_of_own_modules_in_the_docs_is_what_a_search_finds():
 
 def test_what_fits_and_what_is_refused_is_what_a_check_says():
     """Each run in the table is checked; the names in it stand for a user's own."""
-    table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]
+    table = (ROOT / "docs/what_fits.md").read_text()
     rows = re.findall(r"^\|[^|]+\| (fits|refused): `(Run\([^`]*\))`", table, re.MULTILINE)
     assert {word for word, _ in rows} == {"fits", "refused"}
     assert len(rows) >= 12
@@ -317,7 +338,7 @@ def test_what_fits_and_what_is_refused_is_what_a_check_says():
 
 
 def test_what_is_not_there_yet_is_refused_in_the_words_of_the_table_with_its_place():
-    table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]
+    table = (ROOT / "docs/what_fits.md").read_text()
     rows = re.findall(r"^\| (.+) \| refused: `(Run\([^`]*\))`.* \| (?!not planned \|)(.+) \|$", table, re.MULTILINE)
     assert {what: where.strip("`") for what, _, where in rows} == dict(WHERE)
     for what, run, where in rows:
@@ -326,7 +347,7 @@ def test_what_is_not_there_yet_is_refused_in_the_words_of_the_table_with_its_pla
 
 
 def test_the_readme_and_the_table_of_the_docs_name_the_same_gaps():
-    table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]
+    table = (ROOT / "docs/what_fits.md").read_text()
     rows = re.findall(r"^\| (.+?) \| (?!fits)", table, re.MULTILINE)
     missing = {part for row in rows for part in row.split("; ")}
     readme = (ROOT / "README.md").read_text().partition("| does not fit yet")[2].partition("\n\n")[0]
@@ -397,7 +418,7 @@ def _combinations(table):
 
 
 def test_every_combination_that_is_refused_is_in_the_table():
-    table = (ROOT / "docs/index.md").read_text().partition("\n## What fits\n")[2].partition("\n## ")[0]
+    table = (ROOT / "docs/what_fits.md").read_text()
     told = {frozenset((a, b)) for ones, others in _combinations(table) for a in ones for b in others}
     assert not [name for name in _FEATURES if _is_refused(_FEATURES[name])]
     pairs = {frozenset(pair): _is_refused(*(_FEATURES[name] for name in pair)) for pair in combinations(_FEATURES, 2)}

@@ -1,33 +1,58 @@
-"""The pictures of the documentation that docs/pictures/make.py draws: up to date, on a page, and described."""
+"""The pictures of the README and of docs/ that are made from files: they are what make pictures makes of them now."""
 
 from __future__ import annotations
 
 import re
-import runpy
+import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-FOLDER = Path(__file__).parents[1] / "docs/pictures"
-DRAWN = runpy.run_path(str(FOLDER / "make.py"))["pictures"]()
-SVG = "{http://www.w3.org/2000/svg}"
+from tests.support.pictures.badges import badges
+from tests.support.pictures.benchmarks import benchmarks
+from tests.support.pictures.terminal import Screen, drawn, run_in_terminal
+
+ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_a_picture_is_what_the_script_draws_and_says_what_it_shows(name):
-    assert (FOLDER / name).read_text(encoding="utf-8") == DRAWN[name](), "run make pictures"
-    root = ElementTree.fromstring(DRAWN[name]())
-    assert (root.get("role"), root.get("width")) == ("img", "100%")
-    assert root.find(f"{SVG}title").text and root.find(f"{SVG}desc").text
-    assert "prefers-color-scheme: dark" in root.find(f"{SVG}style").text
+@pytest.mark.parametrize(("made", "name"), [(badges, "badges"), (benchmarks, "benchmarks")])
+def test_a_picture_is_made_of_the_files_as_they_are(made, name):
+    assert (ROOT / f"docs/{name}.svg").read_text() == made(), "run make pictures"
 
 
-def test_all_pictures_are_on_a_page_and_all_that_pages_show_are_drawn():
-    pages = [page.read_text(encoding="utf-8") for page in FOLDER.parent.glob("*.md")]
-    shown = {name for page in pages for name in re.findall(r"!\[[^\]]{10,}\]\(pictures/([\w-]+\.svg)\)", page)}
-    assert shown == set(DRAWN) == {path.name for path in FOLDER.glob("*.svg")}
+def test_the_readme_names_what_the_badges_show():
+    title = ET.fromstring(badges())[0].text
+    assert f"![{title}](docs/badges.svg)" in (ROOT / "README.md").read_text()
 
 
-def test_make_pictures_makes_them():
-    assert "$(python) docs/pictures/make.py" in (FOLDER.parents[1] / "Makefile").read_text()
+def test_the_pictures_load_nothing_from_a_network():
+    for picture in (ROOT / "docs").rglob("*.svg"):
+        text = picture.read_text()
+        ET.fromstring(text)
+        assert not re.findall(r"(?:href|src)=|url\((?!#)|@import", text), picture.name
+
+
+def test_a_screen_has_what_a_terminal_would_show():
+    screen = Screen()
+    screen.write("first\r\n\x1b[?25lbar 1/2", 1.0)
+    screen.write("\r\x1b[2Kbar 2/2\r\n", 2.0)
+    screen.write("a\nb\x1b[1A\r\x1b[2Kc\n", 3.0)
+    assert screen.lines[:4] == ["first", "bar 2/2", "c", "b"]
+    assert screen.written[:2] == [1.0, 2.0]
+
+
+def test_a_recording_is_of_what_a_program_wrote_in_its_order(tmp_path):
+    program = "import time; print('\\x1b[31mone é\\x1b[0m', flush=True); time.sleep(0.2); print('two' * 50)"
+    screen = run_in_terminal([sys.executable, "-c", program], str(tmp_path))
+    picture = drawn("raypar <train>", screen)
+    texts = "".join(ET.fromstring(picture).itertext())
+    assert "$\xa0raypar\xa0<train>" in texts
+    assert "one\xa0é" in texts
+    assert len(re.findall("animation-delay", picture)) == 4, "a line of 150 letters has two rows"
+    first, second = (
+        float(re.search(rf"-line-{row}\)\"\] {{ animation-delay: ([\d.]+)s", picture)[1]) for row in (1, 2)
+    )
+    assert first < second <= first + 0.5
+    with pytest.raises(RuntimeError, match="ended with 3"):
+        run_in_terminal([sys.executable, "-c", "raise SystemExit(3)"], str(tmp_path))
