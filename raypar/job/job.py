@@ -30,11 +30,11 @@ from raypar.job.steps.displayed import Callback
 from raypar.job.text.generation import TextGeneration, request_of
 from raypar.job.text.growing_text import Continuation
 from raypar.job.text.scoring import Scored, scores
-from raypar.notebook import box, text_block
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
 from raypar.reporting.summary import job_summary, schedule_text
+from raypar.schedules.notebook import box, text_block
 from raypar.schedules.schedule import Schedule
 
 

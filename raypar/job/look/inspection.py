@@ -21,7 +21,6 @@ from raypar.job.look.weights import Weights, held_part, joined, tiles_of, whole_
 from raypar.job.start.lifetime import HEARD, Lifetime
 from raypar.job.start.loaded_run import Holds
 from raypar.job.steps.training_loop import TrainingLoop
-from raypar.notebook import notebook_table
 from raypar.planner.prediction import from_steps
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.report import ledger_of, timelines_of
@@ -31,6 +30,7 @@ from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import size
 from raypar.schedules.grouped import grouped
 from raypar.schedules.nearest_name import did_you_mean
+from raypar.schedules.notebook import notebook_table
 from raypar.schedules.timeline import Timeline
 
 if TYPE_CHECKING:

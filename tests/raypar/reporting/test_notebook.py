@@ -8,11 +8,11 @@ import pytest
 
 import raypar as rp
 from raypar.actors.collective.ledger import LedgerEntry
-from raypar.notebook import box, notebook_table
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.report import Report
 from raypar.reporting.tables.memory_table import MemoryTable
 from raypar.reporting.tables.totals import Totals
+from raypar.schedules.notebook import box, notebook_table
 
 REPORT = Report(3, 2.5, 1.25, 1e-3, 512, 1000.0, 512.0, 0.25, None, (2, 1), (1 << 20, 2 << 20))
 
