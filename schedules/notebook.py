@@ -56,4 +56,6 @@ def own_lines(error: BaseException) -> list[str]:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if frame.f_globals.get("__name__") == "__main__"  # cells are; raypar and IPython are not
     ]
-    return [f"{_BOLD}{type(error).__name__}{_PLAIN}: {error}", *getattr(error, "__notes__", ()), *calls]
+    text = str(error)
+    apart = "\n" if text.startswith("- ") else " "  # a list begins on a line of its own
+    return [f"{_BOLD}{type(error).__name__}{_PLAIN}:{apart}{text}", *getattr(error, "__notes__", ()), *calls]

@@ -516,7 +516,7 @@ MAY_IMPORT = {
     "raypar/job/steps": (
         "actors actors/data actors/data/tokenizers actors/mesh actors/models actors/specs actors/worker/build "
         "raypar raypar/cluster raypar/cluster/calls raypar/job/recover raypar/job/start raypar/job/stepping "
-        "raypar/reporting schedules schedules/passes"
+        "raypar/reporting raypar/reporting/html schedules schedules/passes"
     ),
     "raypar/job/text": (
         "actors/data/tokenizers actors/machine actors/specs raypar raypar/config raypar/config/conflicts "

@@ -1,4 +1,4 @@
-"""Executing a notebook in a kernel of its own: ``python -m tests.support.notebooks FILE...`` writes its outputs anew."""
+"""Notebooks in a kernel of their own: ``python -m tests.support.notebooks FILE...`` writes the outputs anew."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbconvert import HTMLExporter
 
 SECONDS = 120  # of a cell, at the most
 
@@ -14,15 +15,18 @@ SECONDS = 120  # of a cell, at the most
 def executed(path):
     """A notebook with the outputs of this execution. A cell that fails, and is not tagged for it, is an error."""
     notebook = nbformat.read(path, as_version=4)
+    where = {"metadata": {"path": str(Path(path).parent)}}
     NotebookClient(
-        notebook,
-        timeout=SECONDS,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(Path(path).parent)}},
-        record_timing=False,
-        store_widget_state=False,
+        notebook, timeout=SECONDS, resources=where, record_timing=False, store_widget_state=False, coalesce_streams=True
     ).execute()
+    notebook.metadata.pop("language_info", None)  # the version of Python, which is not everyone's
     return notebook
+
+
+def page_of(notebook, theme="light"):
+    """A notebook as an HTML page that loads nothing from elsewhere, in the light or dark theme of JupyterLab."""
+    page, _ = HTMLExporter(theme=theme, mathjax_url="", require_js_url="").from_notebook_node(notebook)
+    return page
 
 
 if __name__ == "__main__":

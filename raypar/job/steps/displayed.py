@@ -11,8 +11,8 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.notebook_cell import in_cell
 from raypar.reporting.progress import display
 from raypar.reporting.report import Report
+from raypar.reporting.report_table import Reports
 from raypar.reporting.scale_warnings import unchanged
-from raypar.reporting.tables.report_table import Reports
 from raypar.schedules.notebook import in_notebook
 
 log = logging.getLogger(__name__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import SupportsIndex, overload
+
 from raypar.reporting.report import Report
 from raypar.schedules.formatting import text_table
 from raypar.schedules.notebook import box, notebook_table
@@ -15,6 +17,14 @@ class Reports(list[Report]):
 
     Of more than twenty steps it has the first ten and the last ten; the list has all of them.
     """
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Report: ...
+    @overload
+    def __getitem__(self, index: slice) -> Reports: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> Report | Reports:
+        """Return a report; of a slice, the reports, which are a table too."""
+        return Reports(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
 
     def __repr__(self) -> str:
         if not self:
