@@ -12,7 +12,7 @@ from traceback import FrameSummary
 from types import TracebackType
 from typing import Self
 
-from raypar.schedules.notebook import own_lines
+from raypar.schedules.drawing.notebook import own_lines
 
 _LONGEST = 2000  # characters of an exception's text
 _BLAMED = "raypar_blamed"  # the attribute of an exception that holds the user's line

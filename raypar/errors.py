@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypar.actors.errors import FaultsError
-from raypar.schedules.notebook import own_lines
+from raypar.schedules.drawing.notebook import own_lines
 
 TO_GO_ON = "To go on, "  # the beginning of an error's note with the Python call to continue; commands replace it
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
-from raypar.schedules.notebook import own_lines
+from raypar.schedules.drawing.notebook import own_lines
 from raypar.schedules.written_rows import (
     number_faults,
     read_rows,

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from raypar.schedules.action import RECVS, SENDS, STEP, WHOLE_STAGE, Action, Op
 from raypar.schedules.checking.counterexample import demand_sound
+from raypar.schedules.drawing.notebook import own_lines
 from raypar.schedules.nearest_name import near
-from raypar.schedules.notebook import own_lines
 from raypar.schedules.passes.without_idle import without_idle
 from raypar.schedules.rules import Occurrence, needs, partner, provides, rank_of, stage_needs
 from raypar.schedules.schedule import Schedule, ScheduleError

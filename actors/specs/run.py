@@ -9,18 +9,18 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from raypar.actors.bounds import BucketSize, Count, Positive, Seed, Share, Steps, Word
+from raypar.actors.in_brief import changed_settings
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Offload, Zero
 from raypar.actors.specs.data import Batches, Examples, Text
-from raypar.actors.specs.in_brief import changed_settings
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.types import Backward, Context, DeviceChoice, ExecutorName, Format, Split, TaskOrder, Tracker
-from raypar.schedules.notebook import box, notebook_table, text_block
+from raypar.schedules.drawing.notebook import box, notebook_table, text_block
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
 from raypar.schedules.passes.reduce_gradients import ReduceWhen
 from raypar.schedules.schedule import Schedule

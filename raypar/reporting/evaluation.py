@@ -15,7 +15,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import TOKENS, names_cross_entropy
 from raypar.config.toml import plain_of
 from raypar.reporting.loss_text import loss_text, metric_rows
-from raypar.schedules.notebook import box, notebook_table
+from raypar.schedules.drawing.notebook import box, notebook_table
 
 
 @dataclass(frozen=True)

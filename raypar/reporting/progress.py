@@ -19,8 +19,8 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.loss_text import NO_LOSS, loss_text, metric_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.append import heard
+from raypar.schedules.drawing.notebook import in_notebook
 from raypar.schedules.float_sum import float_sum
-from raypar.schedules.notebook import in_notebook
 
 log = logging.getLogger("raypar")
 

@@ -18,9 +18,9 @@ from raypar.reporting.loss_text import loss_text
 from raypar.reporting.overflow import Overflow, joined_overflow
 from raypar.reporting.tables.totals import Totals
 from raypar.schedules.action import Op
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import size
-from raypar.schedules.notebook import box, notebook_table
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Call, Event, Timeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import SupportsIndex, overload
 
 from raypar.reporting.report import Report
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.formatting import text_table
-from raypar.schedules.notebook import box, notebook_table
 
 _ENDS = 10  # rows at each end of a long table
 _CUT = "..."

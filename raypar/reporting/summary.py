@@ -12,10 +12,10 @@ from pathlib import Path
 from raypar.actors.data.examples.example_batches import open_sequences
 from raypar.actors.data.text.stretches import TokenWindows
 from raypar.actors.data.text.token_batches import open_corpus
+from raypar.actors.in_brief import in_brief
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches, Examples, Text
-from raypar.actors.specs.in_brief import in_brief
 from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run

@@ -26,11 +26,11 @@ from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.report import ledger_of, timelines_of
 from raypar.reporting.tables.actor_table import Whereabouts, actor_of, lost_actor_row, without_rank
 from raypar.reporting.tables.memory_table import MemoryTable, memory_table
+from raypar.schedules.drawing.notebook import notebook_table
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import size
 from raypar.schedules.grouped import grouped
 from raypar.schedules.nearest_name import did_you_mean
-from raypar.schedules.notebook import notebook_table
 from raypar.schedules.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from raypar.actors.specs.results import Kind
 from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.notebook import box, notebook_table, text_block
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
 from raypar.schedules.formatting import aligned
-from raypar.schedules.notebook import box, notebook_table, text_block
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.step_board import Move
 

@@ -13,7 +13,7 @@ from raypar.reporting.progress import display
 from raypar.reporting.report import Report
 from raypar.reporting.report_table import Reports
 from raypar.reporting.scale_warnings import unchanged
-from raypar.schedules.notebook import in_notebook
+from raypar.schedules.drawing.notebook import in_notebook
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from raypar.actors.specs.results import Located, Progress, Span
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import aligned
-from raypar.schedules.notebook import box, notebook_table
 
 _HEAD = ("node", "pid", "step", "action", "done", "F ms", "B ms", "W ms")
 _SPELLED = {"F": (Op.F,), "B": (Op.B, Op.I), "W": (Op.W,)}

@@ -15,8 +15,8 @@ from raypar.planner.prediction import from_flops
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.tables.totals import unknown_actor
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.formatting import aligned, size
-from raypar.schedules.notebook import box, notebook_table
 from raypar.schedules.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.errors import UnknownNameError
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.formatting import text_table
-from raypar.schedules.notebook import box, notebook_table
 
 _COUNTED = ("actor", "axis", "op", "calls", "bytes", "seconds")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from raypar.actors.specs.in_brief import in_brief
+from raypar.actors.in_brief import in_brief
 from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.moe import MoE
 from raypar.reporting.evaluation import Evaluation

@@ -18,8 +18,8 @@ from raypar.reporting.report_table import Reports
 from raypar.reporting.tables.memory_table import MemoryTable
 from raypar.reporting.tables.totals import Totals
 from raypar.schedules.catalog import build
+from raypar.schedules.drawing.notebook import box, in_notebook, notebook_table
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.notebook import box, in_notebook, notebook_table
 from raypar.schedules.schedule import ScheduleError
 from raypar.schedules.simulation.simulate import simulate
 from raypar.schedules.step_board import MoveError
