@@ -12,6 +12,8 @@ from traceback import FrameSummary
 from types import TracebackType
 from typing import Self
 
+from raypar.schedules.drawing.notebook import own_lines
+
 _LONGEST = 2000  # characters of an exception's text
 _BLAMED = "raypar_blamed"  # the attribute of an exception that holds the user's line
 
@@ -111,6 +113,8 @@ class ActionError(RuntimeError):
 class NonFiniteError(ArithmeticError):
     """The gradients of a step are not finite. No actor updated its weights."""
 
+    _render_traceback_ = own_lines
+
 
 class OffloadError(RuntimeError):
     """There is no space for tensors that are offloaded, or the disk with them fails."""
@@ -126,6 +130,8 @@ class StaleError(RuntimeError):
 
 class FaultsError(Exception):
     """Base of errors that list faults, each a sentence with its fix. Subclasses also derive from a standard error."""
+
+    _render_traceback_ = own_lines
 
     def __init__(self, faults: list[str]) -> None:
         self.faults = faults

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from raypar.actors.errors import FaultsError
+from raypar.schedules.drawing.notebook import own_lines
 
 TO_GO_ON = "To go on, "  # the beginning of an error's note with the Python call to continue; commands replace it
 
@@ -24,12 +25,16 @@ class RoomError(ConfigError):
 class UnknownNameError(KeyError):
     """A name that a job does not have. The text lists the names that it has."""
 
+    _render_traceback_ = own_lines
+
     def __str__(self) -> str:
         return str(self.args[0])  # KeyError's own text is a repr, with quotes around it
 
 
 class JobError(RuntimeError):
     """The run cannot continue. The text names the actor, its action and the cause. The job's actors have ended."""
+
+    _render_traceback_ = own_lines
 
 
 @dataclass(frozen=True)
@@ -106,6 +111,8 @@ class RelayoutLostError(JobError):
 
 class MovedError(RuntimeError):
     """The layout changed while the actors were queried, so that the answers are inconsistent. Query again."""
+
+    _render_traceback_ = own_lines
 
 
 class NoRoomError(JobError):

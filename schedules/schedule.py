@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.schedules.action import COMPUTE, RECVS, SENDS, Action, Op
+from raypar.schedules.drawing.notebook import own_lines
 from raypar.schedules.written_rows import (
     number_faults,
     read_rows,
@@ -71,6 +72,8 @@ def drawer() -> Drawer:
 
 class ScheduleError(ValueError):
     """A schedule that its definition does not allow, or that breaks a rule; the text says which and where."""
+
+    _render_traceback_ = own_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +264,8 @@ class Schedule:
     def _repr_svg_(self) -> str | None:
         """Return the picture for a notebook, or None if the schedule is too large for one."""
         return drawer().svg(self) if self.num_actions <= MOST_DRAWN else None
+
+    _repr_html_ = _repr_svg_  # within the page, so that it has its colours
 
     def save(self, path: str | Path) -> Path:
         """Write a drawing, and return its path.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from raypar.schedules.action import RECVS, SENDS, STEP, WHOLE_STAGE, Action, Op
 from raypar.schedules.checking.counterexample import demand_sound
+from raypar.schedules.drawing.notebook import own_lines
 from raypar.schedules.nearest_name import near
 from raypar.schedules.passes.without_idle import without_idle
 from raypar.schedules.rules import Occurrence, needs, partner, provides, rank_of, stage_needs
@@ -113,6 +114,8 @@ class Why:
 
 class MoveError(ValueError):
     """A move that does not exist in the step, is done already or is not ready; the message says what to do instead."""
+
+    _render_traceback_ = own_lines
 
 
 class Board:

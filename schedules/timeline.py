@@ -89,6 +89,8 @@ class Timeline:
         """Return the picture for a notebook."""
         return drawer().svg(self)
 
+    _repr_html_ = _repr_svg_  # within the page, so that it has its colours
+
     def save(self, path: str | Path) -> Path:
         """Write a drawing, and return its path.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le
 
 from raypar.actors.bounds import BucketSize, Count, Positive, Seed, Share, Steps, Word
+from raypar.actors.in_brief import changed_settings
 from raypar.actors.known_fields import known_fields
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import DataParallel, Offload, Zero
@@ -19,6 +20,7 @@ from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.types import Backward, Context, DeviceChoice, ExecutorName, Format, Split, TaskOrder, Tracker
+from raypar.schedules.drawing.notebook import box, notebook_table, text_block
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
 from raypar.schedules.passes.reduce_gradients import ReduceWhen
 from raypar.schedules.schedule import Schedule
@@ -190,6 +192,17 @@ class Run:
     """device of the actors: cpu; cuda: GPUs, shared if there are too few; auto: GPUs if each actor gets its own"""
     timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
     """seconds that an actor may wait for another one before the run fails"""
+
+    def __repr__(self) -> str:
+        """Return what is not the default, in a line; with the model, the mesh, the schedule and the steps."""
+        return f"Run({', '.join(f'{name}={value}' for name, value in self._in_brief().items())})"
+
+    def _repr_html_(self) -> str:
+        """Return the same as a table, for a notebook."""
+        return box(notebook_table(self._in_brief().items()), text_block("All else has its default."))
+
+    def _in_brief(self) -> dict[str, str]:
+        return changed_settings(self, always=("model", "mesh", "schedule", "steps"))
 
     @property
     def num_threads(self) -> int:

@@ -30,11 +30,12 @@ from raypar.job.steps.displayed import Callback
 from raypar.job.text.generation import TextGeneration, request_of
 from raypar.job.text.growing_text import Continuation
 from raypar.job.text.scoring import Scored, scores
-from raypar.notebook import box, text_block
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report
+from raypar.reporting.report_table import Reports
 from raypar.reporting.summary import job_summary, schedule_text
+from raypar.schedules.drawing.notebook import box, text_block
 from raypar.schedules.schedule import Schedule
 
 
@@ -115,7 +116,7 @@ class Job(Inspection):
 
     def train(
         self, steps: Steps | None = None, *, on: Callback | Sequence[Callback] | None = None, ahead: Steps | None = None
-    ) -> list[Report]:
+    ) -> Reports:
         """Train with a progress display, with the evaluations and checkpoints that the run asks for.
 
         Args:
@@ -125,7 +126,7 @@ class Job(Inspection):
                 never wait. What ``on`` fetches may then be that much ahead. None for 0 with ``on``, and 1 without.
 
         Returns:
-            The reports of the steps.
+            The reports of the steps, a list that shows itself as a table.
 
         Raises:
             JobError: A step failed, and the job is over.

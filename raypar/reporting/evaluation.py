@@ -14,8 +14,8 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import TOKENS, names_cross_entropy
 from raypar.config.toml import plain_of
-from raypar.notebook import box, notebook_table
 from raypar.reporting.loss_text import loss_text, metric_rows
+from raypar.schedules.drawing.notebook import box, notebook_table
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.loss_text import NO_LOSS, loss_text, metric_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.append import heard
+from raypar.schedules.drawing.notebook import in_notebook
 from raypar.schedules.float_sum import float_sum
 
 log = logging.getLogger("raypar")
@@ -56,7 +57,7 @@ def on_screen() -> Iterator[None]:
     if heard():
         yield
         return
-    handler, level = logging.StreamHandler(), log.level
+    handler, level = logging.StreamHandler(sys.stdout if in_notebook() else None), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raypar.actors.collective.ledger import LedgerEntry
@@ -13,12 +13,12 @@ from raypar.actors.specs.data import Examples
 from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult, losses_of, mean_loss
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, LEARNED, Format
-from raypar.notebook import box, notebook_table
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.loss_text import loss_text
 from raypar.reporting.overflow import Overflow, joined_overflow
 from raypar.reporting.tables.totals import Totals
 from raypar.schedules.action import Op
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import size
 from raypar.schedules.passes.first_steps import first_steps
@@ -139,6 +139,7 @@ class Report:
             over the microbatches and replicas. ``loss`` is without them.
         loads: Tokens of each expert; None if the model has none.
         shadows: Experts that were shadowed, and the prediction that they were for; empty unless the run asks for it.
+        picture: Draws a step by hand as HTML, which a notebook shows above its figures.
     """
 
     step: int
@@ -163,6 +164,7 @@ class Report:
     loads: Loads | None = None
     shadows: tuple[Shadowed, ...] = ()
     communication: float = 0.0
+    picture: Callable[[], str] | None = field(default=None, compare=False, repr=False)
 
     @property
     def aux(self) -> dict[str, float]:
@@ -176,7 +178,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and ``steps_taken`` as a dict, for a line of JSON. Times of a step by hand are None."""
-        line = asdict(replace(self, overflow=None, loads=None, shadows=())) | {"steps_taken": self.steps_taken}
+        line = asdict(replace(self, overflow=None, loads=None, shadows=(), picture=None))
+        del line["picture"]
+        line["steps_taken"] = self.steps_taken
         line["shadows"] = [one._asdict() for one in self.shadows]
         line |= dict.fromkeys(_TIMES) if self.by_hand else {}
         line |= {"overflow": None if self.overflow is None else self.overflow.to_dict()}
@@ -188,12 +192,30 @@ class Report:
         """Return how many of a unit, as ``unit_of`` returns it, were consumed in a second."""
         return self.tokens_per_s if unit in ELEMENTS else 1e3 * self.samples / self.step_ms
 
+    def in_brief(self, unit: str = "tokens") -> dict[str, str]:
+        """Return the main figures by name, as texts, for a line or a row; "-" where a step by hand has none.
+
+        Args:
+            unit: What throughput counts, as ``unit_of`` returns it.
+        """
+        times = {
+            f"{unit}/s": f"{self.per_second(unit):,.0f}",
+            "time": f"{self.step_ms:,.1f} ms",
+            "bubble": f"{self.bubble:.1%}",
+        }
+        return {
+            "loss": loss_text(self.loss),
+            "gradient norm": f"{self.grad_norm:.4g}",
+            "learning rate": f"{self.lr:.4g}",
+            **(dict.fromkeys(times, "-") if self.by_hand else times),
+            "peak memory": size(max(self.peak_memory, default=0)),
+        }
+
     def __repr__(self) -> str:
-        """Return the fields by name, without those that say nothing; the step is counted from 1."""
-        values = {each.name: getattr(self, each.name) for each in fields(Report)[1:]}
-        values = {name: value for name, value in values.items() if not (self.by_hand and name in _TIMES)}
-        rest = ", ".join(f"{name}={value!r}" for name, value in values.items() if not _is_empty(value))
-        return f"<Report of step {self.steps_taken}: {rest}>"
+        """Return the main figures in a line; the step is counted from 1."""
+        figures = [f"{name} {value}" for name, value in self.in_brief().items() if value != "-"]
+        notes = [note for note, holds in (("skipped", self.skipped), ("by hand", self.by_hand)) if holds]
+        return f"<Report of step {self.steps_taken}: {', '.join([*notes, *figures])}>"
 
     def _repr_html_(self) -> str:
         rows = [
@@ -207,7 +229,7 @@ class Report:
             ("peak memory", _sizes(self.peak_memory)),
             *((f"of which {kind}", _sizes(sizes)) for kind, sizes in self.memory.items()),
         ]
-        return box(notebook_table(rows))
+        return ("" if self.picture is None else self.picture()) + box(notebook_table(rows))
 
     def _times(self) -> list[tuple[str, str]]:
         return [
@@ -217,11 +239,6 @@ class Report:
             ("bubble", f"{self.bubble:.1%}"),
             *([("communication within actions", f"{self.communication:.1%}")] if self.communication else []),
         ]
-
-
-def _is_empty(value: object) -> bool:
-    """Return whether a field says nothing; a figure of 0 says something."""
-    return value is None or value is False or value == {} or value == ()
 
 
 def _sizes(sizes: Sequence[int]) -> str:

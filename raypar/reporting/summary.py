@@ -6,14 +6,13 @@ import logging
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from raypar.actors.data.examples.example_batches import open_sequences
 from raypar.actors.data.text.stretches import TokenWindows
 from raypar.actors.data.text.token_batches import open_corpus
+from raypar.actors.in_brief import in_brief
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches, Examples, Text
@@ -332,21 +331,6 @@ def _expert_rows(reports: Sequence[Report]) -> Rows:
     return rows
 
 
-def model_in_brief(spec: Any) -> str:
-    """Spell a model by its sizes, and by what else is not its default: "GPT(layers=8, hidden=32)"."""
-    settings = []
-    for each in fields(spec):
-        value = getattr(spec, each.name)
-        usual = each.default if each.default_factory is MISSING else each.default_factory()
-        if is_dataclass(value):
-            settings.append(f"{each.name}={model_in_brief(value)}")
-        elif callable(value):
-            settings.append(f"{each.name}={getattr(value, '__qualname__', type(value).__name__)}")
-        elif value != usual or (isinstance(value, int) and not isinstance(value, bool)):
-            settings.append(f"{each.name}={value!r}")
-    return f"{type(spec).__name__}({', '.join(settings)})"
-
-
 def job_summary(run: Run, device: str, taken: int, last: Report | None, failure: str | None) -> str:
     """Return a summary of a job in three lines.
 
@@ -359,7 +343,7 @@ def job_summary(run: Run, device: str, taken: int, last: Report | None, failure:
     """
     over = f", over: {failure}" if failure is not None else ""
     loss = f", loss {loss_text(last.loss)} in step {last.step + 1}" if last is not None else ""
-    head = f"<Job, actors: {actors_text(run)}, {device}{over}>\n{model_in_brief(run.model)}"
+    head = f"<Job, actors: {actors_text(run)}, {device}{over}>\n{in_brief(run.model)}"
     return f"{head}\n{steps_text(taken, run.steps)}{loss}"
 
 

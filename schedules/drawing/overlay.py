@@ -91,6 +91,8 @@ class Overlay:
     def _repr_svg_(self) -> str:
         return self.svg()
 
+    _repr_html_ = _repr_svg_  # within the page, so that it has its colours
+
     @property
     def _named(self) -> dict[str, Timeline]:
         return {"measured": self.measured, "predicted": self.predicted}

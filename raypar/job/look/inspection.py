@@ -21,12 +21,12 @@ from raypar.job.look.weights import Weights, held_part, joined, tiles_of, whole_
 from raypar.job.start.lifetime import HEARD, Lifetime
 from raypar.job.start.loaded_run import Holds
 from raypar.job.steps.training_loop import TrainingLoop
-from raypar.notebook import notebook_table
 from raypar.planner.prediction import from_steps
 from raypar.reporting.forecasting import forecast_of
 from raypar.reporting.report import ledger_of, timelines_of
 from raypar.reporting.tables.actor_table import Whereabouts, actor_of, lost_actor_row, without_rank
 from raypar.reporting.tables.memory_table import MemoryTable, memory_table
+from raypar.schedules.drawing.notebook import notebook_table
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import size
 from raypar.schedules.grouped import grouped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,9 @@ from raypar.errors import JobError
 from raypar.job.start.loaded_run import LoadedRun
 from raypar.job.stepping.peeking import Peeking, demand_tensors, predicate_faults
 from raypar.job.stepping.recording import Recorder
-from raypar.job.stepping.views import Ready, State, Taken
+from raypar.job.stepping.views import Ready, State, StepDrawing, Taken
 from raypar.reporting.report import Report
 from raypar.schedules.action import COMPUTE, Action, Op
-from raypar.schedules.drawing.svg import svg
-from raypar.schedules.drawing.text import text
 from raypar.schedules.schedule import Schedule, Written
 from raypar.schedules.step_board import Board, Move, MoveError, Why, maker_of, makes_tensors
 
@@ -133,13 +132,20 @@ class Stepper:
         return self._peeking.state(self.done)
 
     def __repr__(self) -> str:
-        moves = f"{len(self._board.taken)} of {len(self._board.taken) + len(self._board.left)} moves done"
-        grid = text(self.schedule, done=frozenset(self.done), cursor=self._next_compute())
-        return (self._note if self.midway else "") + f"step {self.step + 1}, {moves}, next: {self._cursor()}\n{grid}"
+        return str(self._drawing())
 
     def _repr_svg_(self) -> str:
         """Draw the step so far, for a notebook."""
-        return svg(self.schedule, done=frozenset(self.done), cursor=self._next_compute())
+        return self._drawing().svg()
+
+    def _repr_html_(self) -> str:
+        return self._drawing().html()
+
+    def _drawing(self) -> StepDrawing:
+        """Return the step so far, as it is shown."""
+        moves = f"{len(self._board.taken)} of {len(self._board.taken) + len(self._board.left)} moves done"
+        heading = (self._note if self.midway else "") + f"step {self.step + 1}, {moves}, next: {self._cursor()}"
+        return StepDrawing(heading, self.schedule, frozenset(self.done), self._next_compute())
 
     # --- moves ---
 
@@ -215,7 +221,7 @@ class Stepper:
                 ["1F0", "1B0"]]``.
 
         Returns:
-            No actions; a REPL shows the drawing.
+            No actions; a REPL and a notebook show the drawing.
 
         Raises:
             ScheduleError: If the schedule, together with the actions that are done, breaks a rule. Nothing has changed
@@ -224,7 +230,7 @@ class Stepper:
         self._demand_midway()
         wanted = schedule if isinstance(schedule, str | Schedule) else Schedule.of("edited", schedule)
         self._board.swap(lowered_step(self._loaded.run, wanted))
-        return Taken.of((), repr(self))
+        return Taken.of((), self._drawing())
 
     def record(self, path: str | PathLike[str], stage: int, dp: int = 0) -> None:
         """Record the inputs and results of a stage of a replica in this step, for ``raypar.replay``.
@@ -256,6 +262,7 @@ class Stepper:
                 self._perform(self._board.left)
                 results = self._timed(lambda: self._loaded.calls.all("end", what=f"step {self.step + 1}"))
                 self._report = self._commit(results, self._seconds)
+                self._report = replace(self._report, picture=self._drawing().html)
                 self._guard(lambda: self._recorder.save(self.step))
             ctrl_c.heed()
         return self._report
@@ -270,7 +277,7 @@ class Stepper:
             self._board, self._note = Board(self._loaded.schedule), ""
             self._guard(self._recorder.start)
         ctrl_c.heed()
-        return Taken.of((), repr(self))
+        return Taken.of((), self._drawing())
 
     def abort(self) -> None:
         """Give up the step: the state from before it is restored, and the job can go on."""
@@ -301,7 +308,7 @@ class Stepper:
                 if ctrl_c.raises is not None or (self._predicate is not None and self._stops(chosen[at])):
                     break
         ctrl_c.heed()
-        return Taken.of(self._board.taken[before:], repr(self))
+        return Taken.of(self._board.taken[before:], self._drawing())
 
     def _perform(self, chosen: Sequence[Move]) -> None:
         """Submit the moves without waiting in between; each actor performs its calls in the order of submission."""

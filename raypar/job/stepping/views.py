@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from raypar.actors.specs.results import Kind
-from raypar.notebook import box, notebook_table
 from raypar.schedules.action import Action
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.notebook import box, notebook_table, text_block
+from raypar.schedules.drawing.svg import svg
+from raypar.schedules.drawing.text import text
 from raypar.schedules.formatting import aligned
+from raypar.schedules.schedule import Schedule
 from raypar.schedules.step_board import Move
 
 if TYPE_CHECKING:
@@ -20,25 +24,56 @@ _HEAD = (*_KINDS, "peak", "in flight", "values for other actions")
 _LEAST = 0.001  # MiB: smaller sizes are shown as less than this
 
 
-class Taken(tuple[Action, ...]):
-    """The actions of the moves just taken. A REPL shows the drawing of the step so far."""
+@dataclass(frozen=True)
+class StepDrawing:
+    """A step by hand as it is at one time: a grid of text, or a picture. It is drawn only where it is shown.
 
-    _picture: str
+    Attributes:
+        heading: Lines above it.
+        schedule: The schedule of the step.
+        done: The actions that are done.
+        cursor: The computation that comes next; None if there is none.
+    """
+
+    heading: str
+    schedule: Schedule
+    done: frozenset[Action]
+    cursor: Action | None
+
+    def __str__(self) -> str:
+        return f"{self.heading}\n{text(self.schedule, done=self.done, cursor=self.cursor)}"
+
+    def svg(self) -> str:
+        """Return the picture alone."""
+        return svg(self.schedule, done=self.done, cursor=self.cursor)
+
+    def html(self) -> str:
+        """Return the heading and the picture, for a notebook."""
+        return box(text_block(self.heading), self.svg())
+
+
+class Taken(tuple[Action, ...]):
+    """The actions of the moves just taken. A REPL and a notebook show the drawing of the step so far."""
+
+    _drawing: StepDrawing
 
     @classmethod
-    def of(cls, moves: Sequence[Move], picture: str) -> Taken:
+    def of(cls, moves: Sequence[Move], drawing: StepDrawing) -> Taken:
         """Make the value.
 
         Args:
             moves: The moves taken.
-            picture: The drawing to show.
+            drawing: What is shown.
         """
         taken = cls(name for move in moves for name in move.names)
-        taken._picture = picture
+        taken._drawing = drawing
         return taken
 
     def __repr__(self) -> str:
-        return self._picture
+        return str(self._drawing)
+
+    def _repr_html_(self) -> str:
+        return self._drawing.html()
 
 
 class Ready(tuple[Action, ...]):

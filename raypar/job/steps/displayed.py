@@ -8,9 +8,12 @@ from typing import TypeAlias
 
 from raypar.actors.specs.run import Run
 from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.html.notebook_cell import in_cell
 from raypar.reporting.progress import display
 from raypar.reporting.report import Report
+from raypar.reporting.report_table import Reports
 from raypar.reporting.scale_warnings import unchanged
+from raypar.schedules.drawing.notebook import in_notebook
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +22,7 @@ Callback: TypeAlias = Callable[[Report | Evaluation], object]
 
 def displayed(
     run: Run, last: int, outcomes: Iterable[Report | Evaluation], on: Callback | Sequence[Callback] | None
-) -> list[Report]:
+) -> Reports:
     """Show the outcomes of training, and return the reports.
 
     Args:
@@ -28,9 +31,9 @@ def displayed(
         outcomes: The outcomes.
         on: Called with each; or several, which are called in their order.
     """
-    reports: list[Report] = []
+    reports = Reports()
     calls = [] if on is None else [on] if callable(on) else [*on]
-    with display(run, last) as show:
+    with (in_cell if in_notebook() else display)(run, last) as show:
         for outcome in outcomes:
             show(outcome)
             for call in calls:

@@ -34,6 +34,7 @@ from raypar.paths import absolute, checkpoints_in, step_folder_name
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report, reports_of
+from raypar.reporting.report_table import Reports
 from raypar.reporting.step_times import StepTimes, Stragglers
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ class TrainingLoop:
             assert isinstance(report, Report)
             return report
 
-    def train(self, steps: int | None, on: Callback | Sequence[Callback] | None, ahead: int | None) -> list[Report]:
+    def train(self, steps: int | None, on: Callback | Sequence[Callback] | None, ahead: int | None) -> Reports:
         """Take training steps with a progress display, as ``Job.train`` does, and return their reports."""
         most = int(on is None) if ahead is None else ahead
         run = self.loaded.run

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raypar.actors.specs.results import Located, Progress, Span
-from raypar.notebook import box, notebook_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import aligned
 

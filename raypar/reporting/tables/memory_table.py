@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Transformer
 from raypar.actors.specs.run import Run
-from raypar.notebook import box, notebook_table
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.memory.kv_cache import cache_bytes
 from raypar.planner.memory.worker import ActorMemory
@@ -16,6 +15,7 @@ from raypar.planner.prediction import from_flops
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.tables.totals import unknown_actor
 from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.formatting import aligned, size
 from raypar.schedules.schedule import Schedule
 

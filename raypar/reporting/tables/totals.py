@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.errors import UnknownNameError
-from raypar.notebook import box, notebook_table
+from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.formatting import text_table
 
 _COUNTED = ("actor", "axis", "op", "calls", "bytes", "seconds")
