@@ -18,5 +18,5 @@ def test_the_page_is_what_the_table_of_commands_says():
 def test_the_page_has_every_command_and_each_flag_of_a_run_once():
     text = PAGE.read_text()
     assert re.findall(r"^## (\w+)$", text, re.MULTILINE)[: len(COMMANDS)] == [*COMMANDS]
-    assert text.count("| `--microbatches` |") == 4, "of a run, and of draw and others"
+    assert text.count("| `--micro-batch-size` |") == 2, "of a run, and of eval"
     assert text.count("| `--model.moe.top-k` |") == 1

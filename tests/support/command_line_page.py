@@ -26,13 +26,16 @@ Every command of `raypar`, its words and its flags; `raypar COMMAND --help` prin
 `--help all` all of them in groups, and `--help zero` those about a subject. In TOML files and in Python a flag
 `--mesh.pp 2` is the field `mesh.pp` of [Run](run.md).
 
-Words and flags are completed after one of these lines, in the file with which your shell begins:
+Shells complete commands, flags, their words, recipes, schedules and files once they have a script for it, which is
+read when it is first needed:
 
-```bash
-source <(raypar completion bash)    # ~/.bashrc
-source <(raypar completion zsh)     # ~/.zshrc, below compinit
-raypar completion fish | source     # ~/.config/fish/config.fish
-```
+| shell | command |
+|---|---|
+| bash | `raypar completion bash > ~/.local/share/bash-completion/completions/raypar` |
+| zsh | `raypar completion zsh > ~/.zfunc/_raypar`, with `fpath+=~/.zfunc` before `compinit` in `~/.zshrc` |
+| fish | `raypar completion fish > ~/.config/fish/completions/raypar.fish` |
+
+`source <(raypar completion bash)` tries it in the present shell.
 """
 
 

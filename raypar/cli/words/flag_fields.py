@@ -112,10 +112,11 @@ def abouts(kind: type) -> dict[str, str]:
     return found
 
 
-def extras(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the names of a class's fields with what is said of their flags beside the type."""
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        yield from ((name, extra) for extra in getattr(hint, "__metadata__", ()))
+@cache
+def extras(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Return the names of a class's fields with what is said of their flags beside the type."""
+    hints = get_type_hints(kind, include_extras=True)
+    return tuple((name, extra) for name, hint in hints.items() for extra in getattr(hint, "__metadata__", ()))
 
 
 def word_alone(kind: type) -> tuple[str, str]:

@@ -70,8 +70,8 @@ class Parsed(Generic[A]):
 
 
 _MORE = (
-    "Flags of parts that it has not: raypar train moe-small --help (--model.moe), raypar train llama-small --help, and "
-    "raypar sft --help (--model.lora, --data.template)."
+    "Flags of parts that it has not: raypar train moe-small --help all (--model.moe), "
+    "raypar train llama-small --help all, and raypar sft --help all (--model.lora, --data.template)."
 )
 
 
@@ -109,12 +109,7 @@ def parse(
     def parsed(base: str) -> Parsed[A]:
         """Parse the words with this base."""
         default, wrong = (others[base], []) if base in others else _base(base, table or {}, defaults)
-        for changed in (_of_kinds, _of_depth):
-            default, unfit = changed(default, words)
-            wrong += unfit
-        for one in values_of("--layout", words):
-            with collected("layout", wrong):
-                default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
+        default = _with_whole_parts(default, words, wrong)
         model, left = read_tables(default.model, words)
         default = replace(default, model=model)
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
@@ -140,6 +135,17 @@ def parse(
     done = parsed(first)
     base: str = getattr(done.args, "base")  # noqa: B009  (Run has none)
     return done if base == first else parsed(base)
+
+
+def _with_whole_parts(default: Run, words: Sequence[str], wrong: list[FieldFault]) -> Run:
+    """Return a run with the kinds, the depth and the layout that words name; add what is wrong with them to faults."""
+    for changed in (_of_kinds, _of_depth):
+        default, unfit = changed(default, words)
+        wrong += unfit
+    for one in values_of("--layout", words):
+        with collected("layout", wrong):
+            default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
+    return default
 
 
 def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]]:

@@ -18,7 +18,7 @@ ASKED = {
     "raypar completion ": ["bash", "fish", "zsh"],
     "raypar train gpt-": ["gpt-124m", "gpt-small", "gpt-tiny"],
     "raypar train --mesh.p": ["--mesh.pp"],
-    "raypar train moe-tiny --model.moe.top": ["--model.moe.top-k"],
+    "raypar train moe-tiny --model.moe.top-k": ["--model.moe.top-k"],
     "raypar train --schedule zb-h": ["zb-h1", "zb-h2"],
     "raypar train --optim.kind ": ["adamw", "muon", "sgd"],
     "raypar draw interleaved-": sorted(name for name in CATALOG if name.startswith("interleaved-")),
