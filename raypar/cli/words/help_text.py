@@ -66,7 +66,7 @@ class Help(NamedTuple):
             for title, members in groups.items():
                 shown = [row(one) for one in members if one in found]
                 lines += [f"{title}:", *shown, ""] if shown else []
-        lines.append("  -h, --help [all]  this, or all flags in groups; or those about a word, as --help zero")
+        lines.append("  -h, --help [all]  this, or all flags in groups; or those about a word, as --help mesh")
         if len(found) < len(every):
             lines += ["", f"{len(found)} of {len(every)} flags: the others with raypar {self.command} --help all"]
         return "\n".join([*lines, *(["", self.more] if self.more and not is_short else [])])
