@@ -15,7 +15,9 @@ from raypar.checkpoint import find
 from raypar.checkpoint.check import checkpoint_faults as faults_of
 from raypar.cli.train.resuming import checkpoint_at
 from raypar.cli.words.arguments import Arguments, CommandOutcome, parse_command
+from raypar.cli.words.columns import fitted, terminal_width
 from raypar.cli.words.flags import HELP
+from raypar.cli.words.help_text import HelpAsked
 from raypar.errors import ConfigError
 from raypar.paths import checkpoints_in, holds_run, run_folder_of, step_of
 from raypar.reporting.run_folder.read import salvage
@@ -25,9 +27,11 @@ _LS = "List the checkpoints of a folder or a run, newest first. Their shards are
 _VERIFY = "Read every byte of a checkpoint, or of all checkpoints of a folder or a run, and report all faults."
 _EXPORT = "Write a checkpoint, or the newest one of a run, as a folder of Hugging Face, which transformers loads."
 _USAGE = f"""\
-usage: raypar ckpt ls FOLDER           {_LS}
-       raypar ckpt verify PATH         {_VERIFY}
-       raypar ckpt export RUN FOLDER   {_EXPORT}"""
+usage: raypar ckpt COMMAND [...]
+
+  raypar ckpt ls FOLDER  {_LS}
+  raypar ckpt verify PATH  {_VERIFY}
+  raypar ckpt export RUN FOLDER  {_EXPORT}"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,7 @@ def run_ckpt(words: Sequence[str]) -> CommandOutcome:
         ConfigError: There are no checkpoints at the path, or it can't be read.
     """
     if words and words[0] in HELP:
-        return CommandOutcome(_USAGE)
+        raise HelpAsked(fitted(_USAGE, terminal_width()))
     commands: Mapping[str, tuple[Arguments, str, str]] = {
         "ls": (LsArgs(Path()), _LS, "FOLDER"),
         "verify": (VerifyArgs(Path()), _VERIFY, "PATH"),

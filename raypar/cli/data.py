@@ -76,7 +76,7 @@ def show(words: Sequence[str], terminal: bool) -> str:
         ConfigError: The words or the data have faults.
     """
     if words and words[0] in HELP:
-        return f"usage: {_USAGE} [flags]   {_WHAT}"
+        words = ["show", *words]
     if words[:1] != ["show"]:
         given = f"there is no command {words[0]!r}" if words else "a command is missing"
         raise ConfigError([f"{given}: {_USAGE}"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -38,8 +39,8 @@ def run_doctor(words: Sequence[str], say: Callable[[str], object]) -> bool:
     """
     what = "Examine this machine and the cluster at RAY_ADDRESS, and say what is wrong, with advice."
     args = parse_command(DoctorArgs(), words, "doctor", what)
-    found = []
-    for finding in examined(sweeps=args.sweep, times=args.times):
+    found, doing = [], logging.getLogger("raypar").debug if args.json else logging.getLogger("raypar").info
+    for finding in examined(sweeps=args.sweep, times=args.times, doing=lambda what: doing("%s ...", what)):
         found.append(finding)
         if not args.json:
             say(str(finding))

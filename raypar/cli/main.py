@@ -11,10 +11,11 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TextIO
+from typing import TYPE_CHECKING, ClassVar, TextIO
+
+from raypar.cli.commands import COMMANDS, Command
 
 if TYPE_CHECKING:
     from raypar.planner.resource_needs import Rows
@@ -36,26 +37,6 @@ _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths 
 _MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
 
 
-class Command(NamedTuple):
-    """A command.
-
-    Attributes:
-        function: The function that runs it, below raypar.cli; it takes the words after the command's name.
-        level: The least level of the log messages that are printed; None: logging is as Python has it.
-        has_actors: Whether it starts actors, which SIGTERM ends as Ctrl-C does.
-        announces: Whether the log says which actors start, whatever the level.
-        has_steps: Whether it takes steps: a mistake says that none was taken.
-        is_styled: Whether its text has colours if it is printed to a terminal.
-    """
-
-    function: str
-    level: int | None = None
-    has_actors: bool = False
-    announces: bool = False
-    has_steps: bool = False
-    is_styled: bool = False
-
-
 def run_command(argv: Sequence[str] | None = None) -> int:
     """Run a command line.
 
@@ -68,15 +49,11 @@ def run_command(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         return _command(words)
-    except SystemExit as stop:  # tyro has printed its help or a wrong flag, or SIGTERM has come
+    except SystemExit as stop:  # tyro has printed a wrong flag, or SIGTERM has come
         if stop.code == signal.SIGTERM:
             return _stopped("terminated", TERMINATED, stop)
         _say("", end="")
         return stop.code if isinstance(stop.code, int) else MISTAKE
-    except BrokenPipeError:
-        if not {"-h", "--help"} & set(words):  # only tyro's help prints without _say
-            raise
-        return _hush()
     except KeyboardInterrupt as pressed:
         return _stopped("interrupted", INTERRUPTED, pressed)
     except OSError as error:
@@ -91,14 +68,14 @@ def _command(words: list[str]) -> int:
         return _fail(f"a command is missing\n\n{_help_text()}", MISTAKE)
     name, rest = words[0], words[1:]
     if name in ("-h", "--help", "help"):
-        return _say(_help_text(), end="")
+        return _say_help(_help_text())
     if name == "--version":
         from importlib.metadata import version  # takes as long to import as all else that help needs
 
         return _say(f"raypar {version('raypar')}")
-    if name not in _COMMANDS:
+    if name not in COMMANDS:
         return _fail(f"there is no command {name!r}: {_meant(name)}", MISTAKE)
-    command = _COMMANDS[name]
+    command = COMMANDS[name]
     with ExitStack() as stack:
         if command.level is not None:
             stack.enter_context(_messages(command.level, announces=command.announces))
@@ -109,7 +86,9 @@ def _command(words: list[str]) -> int:
 
 def _help_text() -> str:
     """Return what ``raypar --help`` prints: the commands, examples and the exit codes."""
-    return Path(__file__).with_name("help.txt").read_text()
+    from raypar.cli.words.columns import fitted, terminal_width
+
+    return fitted(Path(__file__).with_name("help.txt").read_text().rstrip(), terminal_width())
 
 
 def _meant(name: str) -> str:
@@ -118,17 +97,20 @@ def _meant(name: str) -> str:
     from raypar.schedules.nearest_name import did_you_mean
 
     meant = f"train {name}" if name in RECIPES or name.endswith(".toml") else _MEANT.get(name)
-    return f"did you mean {meant!r}?" if meant else did_you_mean(name, _COMMANDS, "see raypar --help", spelled=repr)
+    return f"did you mean {meant!r}?" if meant else did_you_mean(name, COMMANDS, "see raypar --help", spelled=repr)
 
 
 def _run(command: Command, words: list[str]) -> int:
     """Run a command, and return the exit code; what users can mend, and how an actor has failed, is printed."""
     from raypar.actors.errors import NonFiniteError
+    from raypar.cli.words.help_text import HelpAsked
     from raypar.errors import ConfigError, JobError, RoomError
     from raypar.schedules.schedule import ScheduleError
 
     try:
         return _print_outcome(_outcome(command, words), styled=command.is_styled and sys.stdout.isatty())
+    except HelpAsked as asked:
+        return _say_help(str(asked))
     except ScheduleError as error:
         return _fail(str(error), MISTAKE)
     except RoomError as error:
@@ -298,6 +280,21 @@ def _say(text: str, end: str = "\n", *, styled: bool = False) -> int:
     return OK
 
 
+def _say_help(text: str) -> int:
+    """Print help, with flags, commands and titles in bold on a terminal."""
+    text = printable(text)
+    if not sys.stdout.isatty():
+        return _say(text)
+    from rich.console import Console
+    from rich.text import Text
+
+    console, shown = Console(), Text(text)
+    shown.highlight_regex(r"(?m)^ *(--?[a-z]\S*(, --\S+)*|raypar [a-z]+)|^\S.*:$", "bold")
+    with console.capture() as captured:
+        console.print(shown, soft_wrap=True, end="")
+    return _say(captured.get(), styled=True)
+
+
 def _hush() -> int:
     """Redirect standard output to /dev/null, for the flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -316,32 +313,6 @@ def _fail(text: str, code: int, error: BaseException | None = None) -> int:
     for note in getattr(error, "__notes__", []):
         print(printable(note), file=sys.stderr)
     return code
-
-
-_RUN = partial(Command, level=logging.INFO, has_actors=True, has_steps=True)
-_TEXT = partial(Command, level=logging.ERROR, has_actors=True, announces=True)
-_COMMANDS = {  # in the order of help.txt, which describes them
-    "train": _RUN("train.train:train"),
-    "sft": _RUN("train.finetune:sft"),
-    "step": _RUN("train.short_runs:step"),
-    "verify": _RUN("train.short_runs:run_verify"),
-    "generate": _TEXT("text.generate:generate"),
-    "chat": _TEXT("text.generate:chat"),
-    "eval": _TEXT("text.evaluate:evaluate"),
-    "recipes": Command("recipes:recipes"),
-    "doctor": Command("doctor:run_doctor", logging.INFO, has_actors=True),
-    "calibrate": Command("calibrate:run_calibrate", logging.WARNING, has_actors=True),
-    "plan": _RUN("plan.planning:run_plan", has_steps=False),
-    "draw": Command("schedules.schedules:draw", logging.INFO, is_styled=True),
-    "check": Command("schedules.schedules:prove"),
-    "simulate": Command("schedules.schedules:measure"),
-    "gallery": Command("schedules.gallery:gallery"),
-    "compare": Command("schedules.compare:compare"),
-    "data": Command("data:show", logging.INFO, is_styled=True),
-    "ckpt": Command("checkpoints:run_ckpt"),
-    "report": Command("run_folder:run_report"),
-    "trace": Command("run_folder:run_trace"),
-}
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def _kinds(part: str) -> dict[str, type[Any]]:
     return {one.__name__.lower(): one for one in classes if "fn" not in {field.name for field in fields(one)}}
 
 
-_KINDS = {part: _kinds(part) for part in ("model", "data", "optim")}
+KINDS = {part: _kinds(part) for part in ("model", "data", "optim")}
 _COMMON = {  # the fields that are copied to another kind; the others get its defaults
     "model": ("layers", "hidden", "heads", "seq", "vocab", "dropout", "tied", "attention", "moe"),
     "data": ("path", "tokenizer", "val_path", "val_fraction", "cache"),
@@ -253,7 +253,7 @@ def of_kind(name: str, kind: object, like: T) -> T:
     Raises:
         ConfigError: There is no such kind.
     """
-    kinds = _KINDS[name]
+    kinds = KINDS[name]
     if not isinstance(kind, str) or kind not in kinds:
         raise ConfigError([f"{name}.kind is {short_repr(kind)}: use {' or '.join(map(repr, kinds))}"])
     if isinstance(like, kinds[kind]):
@@ -287,7 +287,7 @@ def _changed(base: T, table: Mapping[str, Any], below: str, faults: list[FieldFa
             if path == "model" and begins_in_folder(inner):
                 with collected("model.hf", faults):
                     old = HF(inner["hf"], **{name: inner[name] for name in _SCALARS & inner.keys()})
-            if path in _KINDS and "kind" in inner:
+            if path in KINDS and "kind" in inner:
                 with collected(f"{path}.kind", faults):
                     old = of_kind(path, inner.pop("kind"), old)
             changes[key] = _changed(old, inner, f"{path}.", faults)
@@ -369,5 +369,5 @@ def _hint(key: str, names: Iterable[str], part: str) -> str:
 
 def kind_hint(part: str, key: str) -> str:
     """Say which kinds of a part of the run have a field, as "set data.kind to 'examples'"; "" if none has it."""
-    having = [kind for kind, of in _KINDS.get(part, {}).items() if key in {field.name for field in fields(of)}]
+    having = [kind for kind, of in KINDS.get(part, {}).items() if key in {field.name for field in fields(of)}]
     return f"set {part}.kind to {' or '.join(map(repr, having))}" if having else ""

@@ -15,7 +15,7 @@ from raypar.cluster.placement.placement import Node
 from raypar.cluster.ray_private import dashboard_address
 from raypar.doctor.exposure import exposure_findings
 from raypar.doctor.finding import Finding
-from raypar.doctor.group_times import SIZES, group_time_findings
+from raypar.doctor.group_times import SIZES, Doing, group_time_findings, many_nodes
 from raypar.doctor.leftovers import leftover_findings, leftovers, own_sessions, sweep
 from raypar.doctor.machines import facts_collector, machine_findings, token_findings
 from raypar.errors import ConfigError, JobError
@@ -24,27 +24,32 @@ from raypar.schedules.formatting import size
 _LOST = "if it is meant to be there, start its Ray again, which the launcher of ray up does by itself in about a minute"
 
 
-def examined(*, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES) -> Iterator[Finding]:
+def examined(
+    *, sweeps: bool, times: bool, sizes: Sequence[int] = SIZES, doing: Doing = lambda _: None
+) -> Iterator[Finding]:
     """Examine, and yield findings as they come.
 
     Args:
         sweeps: Whether to end what raypar's own Rays left on this machine.
         times: Whether to measure groups.
         sizes: Bytes of the tensors that are measured.
+        doing: Called with what takes a while, before it is done.
     """
     found, before = leftovers(), own_sessions()
     yield from sweep(found) if sweeps else leftover_findings(found)
     own = facts_collector()()
     yield from token_findings("this machine", own)
     address = os.environ.get("RAY_ADDRESS", "")
+    doing(f"connecting to the cluster at {address}" if address else "starting Ray on this machine")
     try:
         with connected() as nodes:
             yield from cluster_findings(address, nodes)
+            doing(f"asking {many_nodes(len(nodes))} for versions, network, GPUs and memory")
             its = node_findings(nodes)
             # The token file of this machine was examined above; if there was none, Ray made one.
             yield from its if address else (one for one in its if one.subject != "token")
             if times:
-                yield from group_time_findings(nodes, sizes)
+                yield from group_time_findings(nodes, sizes, doing)
     except (ConfigError, JobError) as error:
         yield Finding("wrong", "ray", str(error))
     finally:
@@ -57,7 +62,7 @@ def cluster_findings(address: str, nodes: Sequence[Node]) -> Iterator[Finding]:
     cpus, gpus = (sum(node.total.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
     if address:
         where = f"the cluster at {address}" + (f" ({head_address()})" if address == "auto" else "")
-        has = f"{len(nodes)} node{'s' if len(nodes) != 1 else ''}, {cpus:g} CPUs, {gpus:g} GPUs"
+        has = f"{many_nodes(len(nodes))}, {cpus:g} CPUs, {gpus:g} GPUs"
     else:
         where = "no RAY_ADDRESS: a launch starts Ray on this machine, which works"
         machine = f"{num_cores()} cores, {size(total_memory() or 0)} of memory, {gpus:g} GPUs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from raypar.cluster.nodes.probes import answers, probes
 from raypar.cluster.placement.placement import Node
@@ -23,6 +23,7 @@ _ADVICE = {
     False: "keep tp and cp inside nodes, and give the nodes a faster network: this one is no faster than 1 Gbit/s",
 }
 
+Doing = Callable[[str], object]  # gets what is being done
 Times = Mapping[int, float]  # seconds, by the bytes of the tensor
 
 
@@ -56,15 +57,25 @@ class Timer:
         return found
 
 
-def group_time_findings(nodes: Sequence[Node], sizes: Sequence[int] = SIZES) -> Iterator[Finding]:
+def many_nodes(count: int) -> str:
+    """Return a number of nodes in words."""
+    return f"{count} node{'s' if count != 1 else ''}"
+
+
+def group_time_findings(
+    nodes: Sequence[Node], sizes: Sequence[int] = SIZES, doing: Doing = lambda _: None
+) -> Iterator[Finding]:
     """Measure on every node between two actors, then between the first node and each of the others; yield findings.
 
     Args:
         nodes: The nodes.
         sizes: Bytes of the tensors.
+        doing: Called with what is measured next.
     """
     within, between = {}, {}
-    for node in nodes:
+    what = f"timing an all_reduce of {', '.join(map(size, sizes))}"
+    for number, node in enumerate(nodes, 1):
+        doing(f"{what} in {node} ({number} of {many_nodes(len(nodes))})")
         try:
             within[f"in {node}"] = all_reduce_seconds([node, node], sizes)
         except JobError as error:
@@ -72,6 +83,7 @@ def group_time_findings(nodes: Sequence[Node], sizes: Sequence[int] = SIZES) -> 
                 "wrong", "times", f"two actors on {node} can't exchange a tensor ({error})", "see its Ray's log"
             )
     for node in nodes[1:]:
+        doing(f"{what} between {nodes[0]} and {node}")
         try:
             between[f"between {nodes[0]} and {node}"] = all_reduce_seconds([nodes[0], node], sizes)
         except JobError as error:

@@ -85,5 +85,5 @@ def _column(run: Run) -> Rows:
     seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
     for (axis, op), sent in step_traffic(sized).items():
-        rows.append((f"sent in a step, {axis} {op}", size(sent)))
+        rows.append((f"sent a step, {axis} {op}", size(sent)))
     return rows

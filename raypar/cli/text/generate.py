@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
@@ -136,6 +137,8 @@ class GenerateArgs(ChatArgs):
     """what logits are divided by before a token is drawn; 0 takes the likeliest one"""
     top_p: float = 1.0
     """draw only from the fewest of the likeliest tokens that have this probability together"""
+    json: bool = False
+    """one list of JSON: prompt, text, token ids, and whether a stop has ended the text, of each prompt"""
 
     def faults(self) -> Iterator[str]:
         """Yield which words are missing, and which numbers are out of range."""
@@ -164,6 +167,10 @@ def generate(words: Sequence[str], write: WriteText) -> None:
         sampling = args.sampling() | {"max_new_tokens": most}
         request_of(run, prompts, most, Sampling(), args.stop)  # before actors are launched for them
         with _launched(run, found) as job:
+            if args.json:
+                texts = zip(prompts, job.generate(prompts, **sampling), strict=True)
+                write(json.dumps([{"prompt": prompt} | asdict(made) for prompt, made in texts], indent=1))
+                return
             if len(prompts) == 1:
                 write(prompts[0], end="")
                 job.generate(prompts, on=lambda _, token, text: write(text, end=""), **sampling)

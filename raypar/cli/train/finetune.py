@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
@@ -24,7 +23,7 @@ log = logging.getLogger(__name__)
 _WHAT = "Fine-tune a model of Hugging Face on examples."
 _LASTING = ("steps", "eval_every", "eval_steps")
 _USAGE = "raypar sft EXAMPLES --model FOLDER"
-_HELP = f"""usage: {_USAGE} [flags]
+_HELP = f"""{_WHAT}
 
 EXAMPLES is a file of examples, or files, each followed by its weight: talks.jsonl 0.7 facts.jsonl 0.3.
 FOLDER is a folder of Hugging Face. Adapters are trained, unless --model.lora none is given.
@@ -45,9 +44,8 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
         NonFiniteError: The gradients became infinite or NaN.
     """
     if HELP & {*words}:
-        sys.stdout.write(f"{_HELP}\n")
         shown = settings_of(Llama(seq=512, lora=Lora()), Examples("EXAMPLES", tokenizer="FOLDER"), adapters=True)
-        parse(TrainArgs, ["--help"], "sft", _WHAT, "sft", known={"sft": shown})  # ends the process
+        parse(TrainArgs, words, _USAGE.removeprefix("raypar "), _HELP, "sft", known={"sft": shown})  # raises HelpAsked
     left = list(words)
     if any(word.partition("=")[0] == "--resume" for word in left):
         raise ConfigError(["sft begins a run: go on with one by raypar train --resume RUN"])

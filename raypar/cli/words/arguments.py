@@ -8,7 +8,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import tyro
 
-from raypar.cli.words.flags import HELP, read_flags
+from raypar.cli.words.flags import read_flags
+from raypar.cli.words.help_text import Help
 from raypar.errors import ConfigError
 
 
@@ -40,7 +41,7 @@ A = TypeVar("A", bound=Arguments)
 
 
 def parse_command(blank: A, words: Sequence[str], command: str, what: str, missing: str = "") -> A:
-    """Parse the words of a command. For help, tyro ends the process.
+    """Parse the words of a command.
 
     Args:
         blank: The arguments before any word is read.
@@ -51,13 +52,15 @@ def parse_command(blank: A, words: Sequence[str], command: str, what: str, missi
 
     Raises:
         ConfigError: There are mistakes. The error lists all of them.
+        HelpAsked: The words ask for help.
     """
+    Help(command, what, type(blank), blank).raise_if_asked(words)
     sound, wrong = read_flags(type(blank), words, blank)
     faults, known = [fault.text for fault in wrong], {field.name for field in fields(blank)}
-    absent = bool(missing) and not HELP & set(words) and (not sound or sound[0].startswith("--"))
+    absent = bool(missing) and (not sound or sound[0].startswith("--"))
     if absent and known.issuperset(fault.path for fault in wrong):  # else it may be the value of an unknown flag
         faults.append(missing)
-    args = tyro.cli(type(blank), args=["", *sound] if absent else sound, prog=f"raypar {command}", description=what)
+    args = tyro.cli(type(blank), args=["", *sound] if absent else sound, prog=f"raypar {command}")
     ConfigError.raise_if([*faults, *args.faults()])
     return args
 

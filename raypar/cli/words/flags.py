@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
 from raypar.actors.not_yet import not_yet_hint
 from raypar.cli.words.examples import pattern_of
+from raypar.cli.words.flag_fields import aliases, extras, flag_fields, is_mapping, members, spelled, word_alone
 from raypar.config.fields import FieldFault
 from raypar.config.recipe_tables import RECIPES
 from raypar.config.toml import kind_hint
@@ -53,7 +54,7 @@ class _Flag:
     def words(self) -> list[str]:
         """Return the words as tyro reads them."""
         name = self.path if self.path in _SHORT.values() else self.typed.removeprefix("--")
-        if NoneType in _members(self.hint) and len(self.values) == 1 and self.values[0].lower() == "none":
+        if NoneType in members(self.hint) and len(self.values) == 1 and self.values[0].lower() == "none":
             return [f"--{name}", "None"]
         return [f"--{name}", *self.values]
 
@@ -75,16 +76,14 @@ def read_flags(
 
     Returns:
         The words of all other flags, as the parser reads them, and a fault for each flag that is unknown, has no value,
-        or a value that its field can't have. If the words ask for help, they are returned as they are.
+        or a value that its field can't have.
     """
-    if HELP & set(words):
-        return [*words], []
     sound, alone = list[str](), list[str]()
     faults, known = list[FieldFault](), {fault.path for fault in wrong}
     before, strays = _NO_FLAG, dict[str, list[str]]()
     for flag in _grouped(kind, words, default):
         if isinstance(flag, str):
-            is_stray = before.path in _FILES and not _is_base(flag) and Path(flag).is_file()
+            is_stray = before.path in _FILES and not is_base(flag) and Path(flag).is_file()
             (strays.setdefault(before.typed, [*before.values]) if is_stray else alone).append(flag)
             continue
         before = flag
@@ -93,7 +92,7 @@ def read_flags(
             faults += [FieldFault(flag.path, text, of_type=True) for text in wrong_here]
             sound += [] if wrong_here else flag.words()
     faults += [FieldFault("data", _unquoted(typed, files), of_type=True) for typed, files in strays.items()]
-    name, metavar = _alone(kind)
+    name, metavar = word_alone(kind)
     most = _most_words(get_type_hints(kind)[name]) if name else 0
     for word in alone[most:]:
         fix = f"only one {metavar} is read" if name else "all that is read are flags"
@@ -129,7 +128,7 @@ def _as_typed(fault: str, flags: Mapping[str, str]) -> str:
 
 def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Flag | str]:
     """Yield the flags with their values, and the words that belong to none."""
-    index, short, hints = 0, _aliases(kind), dict(_hints(kind, default))
+    index, short, hints = 0, aliases(kind), {one.path: one.hint for one in flag_fields(kind, default)}
     while index < len(words):
         typed, equals, value = words[index].partition("=")
         typed = short.get(typed, typed)
@@ -149,59 +148,25 @@ def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Fla
             index += 0 if equals else len(looks)
             yield _Flag(typed, path, (), hint, *looks)
             continue
-        most = max(map(_most_words, _members(hint)))
+        most = max(map(_most_words, members(hint)))
         if hint is None:  # one fault is enough, without one for each of its values
-            most = len([*takewhile(lambda word: not _is_base(word), after)])
+            most = len([*takewhile(lambda word: not is_base(word), after)])
         values = [value] if equals else after[:most]
         index += 0 if equals else len(values)
         yield _Flag(typed, path, values, hint)
 
 
-def _is_base(word: str) -> bool:
+def is_base(word: str) -> bool:
+    """Return whether a word names a recipe or a file of a run."""
     return word in RECIPES or Path(word).suffix == ".toml"
-
-
-def _hints(kind: type, default: object, below: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path of every field that has a flag, with its type without bounds."""
-    hints = get_type_hints(kind)
-    for field in fields(kind):
-        value = getattr(default, field.name, None)
-        if is_dataclass(value):
-            yield from _hints(type(value), value, f"{below}{field.name}.")
-        elif field.name != _alone(kind)[0]:
-            yield f"{below}{field.name}", hints[field.name]
 
 
 def _field_of(kind: type, path: str, hints: Mapping[str, Any]) -> str:
     """Return the path of a flag's field: ``--model.no-tied`` is a flag of ``model.tied``."""
     part, dot, name = path.rpartition(".")
     on = f"{part}{dot}{name.removeprefix('no_')}"
-    is_off = path not in hints and hints.get(on) is bool and on not in dict(_extras(kind))
+    is_off = path not in hints and hints.get(on) is bool and on not in dict(extras(kind))
     return on if is_off else path
-
-
-def _extras(kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield the names of a class's fields with what is said of their flags beside the type."""
-    for name, hint in get_type_hints(kind, include_extras=True).items():
-        yield from ((name, extra) for extra in getattr(hint, "__metadata__", ()))
-
-
-def _alone(kind: type) -> tuple[str, str]:
-    """Return the field that is a word without a flag, and how help calls it; empty texts if there is none."""
-    named = ((name, getattr(extra, "metavar", None)) for name, extra in _extras(kind))
-    return next(((name, metavar) for name, metavar in named if metavar), ("", ""))
-
-
-def _aliases(kind: type) -> dict[str, str]:
-    """Return the flags by their short names, as ``--out`` by ``-o``."""
-    return {alias: _spelled(name) for name, extra in _extras(kind) for alias in getattr(extra, "aliases", None) or ()}
-
-
-def _members(hint: Any) -> list[Any]:
-    """Return the members of a union, and of a Literal in it the words."""
-    if get_origin(hint) in (Union, UnionType):
-        return [member for one in get_args(hint) for member in _members(one)]
-    return list(get_args(hint)) if get_origin(hint) is Literal else [hint]
 
 
 def _most_words(kind: Any) -> int:
@@ -209,12 +174,7 @@ def _most_words(kind: Any) -> int:
     if get_origin(kind) is tuple:
         items = get_args(kind)
         return 1 << 30 if Ellipsis in items else len(items)
-    return 1 << 30 if _is_mapping(kind) else 1
-
-
-def _is_mapping(kind: Any) -> bool:
-    """Return whether a type is a mapping, of which words give names and values in turn."""
-    return isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping)
+    return 1 << 30 if is_mapping(kind) else 1
 
 
 def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
@@ -226,8 +186,8 @@ def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         fix = f"write {flag.typed} alone, or --{off}"
         yield f"{flag.typed} is a switch, and takes no {flag.surplus!r}: {fix}"
     elif flag.hint is not bool:
-        kinds = _members(flag.hint)
-        many = {item for one in kinds if get_origin(one) is tuple for item in _members(get_args(one)[0])}
+        kinds = members(flag.hint)
+        many = {item for one in kinds if get_origin(one) is tuple for item in members(get_args(one)[0])}
         choices = " or ".join(_word(one) for one in kinds if one is not NoneType and one not in many)
         if not [value for value in flag.values if value]:
             if str not in kinds or not flag.values:
@@ -242,9 +202,9 @@ def _word(kind: Any) -> str:
     if get_origin(kind) is tuple:
         items = [item for item in get_args(kind) if item is not Ellipsis]
         many = "one or more" if Ellipsis in get_args(kind) else str(len(items))
-        one = _members(items[0])
+        one = members(items[0])
         return f"{many} of {' or '.join(map(_word, one))}" if len(one) > 1 else f"{many} {_MANY.get(items[0], 'texts')}"
-    if _is_mapping(kind):
+    if is_mapping(kind):
         name, value = get_args(kind)
         return f"pairs of {_word(name)} and {_word(value)}, such as {_PAIRS[value]}"
     if isinstance(kind, str | int) or kind in _NUMBERS:  # a value of a Literal, or a type
@@ -257,8 +217,8 @@ def _fits(values: Sequence[str], kind: Any) -> bool:
     if get_origin(kind) is tuple:
         items = get_args(kind)
         long = Ellipsis in items or len(items) == len(values)
-        return long and all(any(_fits([value], one) for one in _members(items[0])) for value in values)
-    if _is_mapping(kind):
+        return long and all(any(_fits([value], one) for one in members(items[0])) for value in values)
+    if is_mapping(kind):
         named = values[1::2]
         return len(values) % 2 == 0 and all(_fits([value], get_args(kind)[1]) for value in named)
     if get_origin(kind) is not None:
@@ -283,7 +243,7 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         (fault,) = unknown_faults(type(getattr(default, part)).__name__, [name])
         yield f"{flag.typed}: {fault}{'' if ': it has ' in fault else f': {hint}'}"
         return
-    paths = [path for path, _ in _hints(kind, default)]
+    paths = [one.path for one in flag_fields(kind, default)]
     beside = [path for path in paths if path.rpartition(".")[0] == part]
     same = [path for path in paths if path.rpartition(".")[2] in (name, COMMON_NAMES.get(name))]
     begun = [path for path in paths if len(name) > 1 and path.startswith(flag.path)]
@@ -293,19 +253,15 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
     elif inside:
         fix = f"give its parts, {_listed(inside)}"
     elif same or begun:
-        fix = f"did you mean {' or '.join(map(_spelled, same or begun[:3]))}?"
+        fix = f"did you mean {' or '.join(map(spelled, same or begun[:3]))}?"
     elif part and beside:
         last = [path.rpartition(".")[2] for path in beside]
-        close = did_you_mean(name, last, spelled=lambda one: _spelled(f"{part}.{one}"), cutoff=0.5)
+        close = did_you_mean(name, last, spelled=lambda one: spelled(f"{part}.{one}"), cutoff=0.5)
         fix = f"{close} There are {_listed(beside)}" if close else _listed(beside)
     else:
-        fix = did_you_mean(flag.path, paths, "see --help for all flags", spelled=_spelled)
+        fix = did_you_mean(flag.path, paths, "see --help for all flags", spelled=spelled)
     yield f"{flag.typed} is no flag: {fix}"
 
 
-def _spelled(path: str) -> str:
-    return f"--{path.replace('_', '-')}"
-
-
 def _listed(paths: Iterable[str]) -> str:
-    return ", ".join(map(_spelled, paths))
+    return ", ".join(map(spelled, paths))

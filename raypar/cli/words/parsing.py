@@ -16,7 +16,8 @@ from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, Transformer
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
-from raypar.cli.words.flags import read_flags
+from raypar.cli.words.flags import HELP, is_base, read_flags
+from raypar.cli.words.help_text import Help
 from raypar.config.expert_layout_names import layout
 from raypar.config.fields import FieldFault, collected
 from raypar.config.hugging_face.config_reader import HF
@@ -69,8 +70,8 @@ class Parsed(Generic[A]):
 
 
 _MORE = (
-    "Flags of parts that it has not: raypar train moe-small --help (--model.moe), raypar train llama-small --help, and "
-    "raypar sft --help (--model.lora, --data.template)."
+    "Flags of parts that it has not: raypar train moe-small --help all (--model.moe), "
+    "raypar train llama-small --help all, and raypar sft --help all (--model.lora, --data.template)."
 )
 
 
@@ -84,7 +85,7 @@ def parse(
     known: Mapping[str, Run] | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Parsed[A]:
-    """Parse the words of a command. For help, tyro ends the process.
+    """Parse the words of a command.
 
     The run that the flags change, called the base, gives the flags their defaults, so it must be known first. It is
     usually the first word. If it turns out to be another word, parse again with that base.
@@ -98,6 +99,9 @@ def parse(
         table: Fields that change a recipe or a file's defaults.
         known: Further bases by name, beside recipes and files.
         defaults: What fields of a recipe or a file are where it does not say.
+
+    Raises:
+        HelpAsked: The words ask for help.
     """
 
     others = known or {}
@@ -105,16 +109,14 @@ def parse(
     def parsed(base: str) -> Parsed[A]:
         """Parse the words with this base."""
         default, wrong = (others[base], []) if base in others else _base(base, table or {}, defaults)
-        for changed in (_of_kinds, _of_depth):
-            default, unfit = changed(default, words)
-            wrong += unfit
-        for one in values_of("--layout", words):
-            with collected("layout", wrong):
-                default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
+        default = _with_whole_parts(default, words, wrong)
         model, left = read_tables(default.model, words)
         default = replace(default, model=model)
-        sound, faults = read_flags(kind, left, default, wrong)
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
+        about = f"{what} Flags change the recipe or the file; defaults below are those of {base}."
+        named = not {base} & {*others}  # else the command says which run it is
+        Help(command, about, kind, kind(**parts), is_run=True, has_word=named, more=_MORE).raise_if_asked(words)
+        sound, faults = read_flags(kind, left, default, wrong)
         with warnings.catch_warnings():
             if isinstance(default.model, Layers):  # of transformers' modules, which no flag describes
                 warnings.filterwarnings("ignore", "<class '.*Layers'> does not match", UserWarning)
@@ -124,14 +126,26 @@ def parse(
                 args=sound,
                 default=kind(**parts),
                 prog=f"raypar {command}",
-                description=f"{what} Flags change the recipe or the file; defaults below are those of {base}. {_MORE}",
             )
         return Parsed(args, [*wrong, *faults])
 
     first = words[0] if words and not words[0].startswith("-") else fallback
+    if HELP & {*words}:
+        first = next((word for word in words if is_base(word)), first)
     done = parsed(first)
     base: str = getattr(done.args, "base")  # noqa: B009  (Run has none)
     return done if base == first else parsed(base)
+
+
+def _with_whole_parts(default: Run, words: Sequence[str], wrong: list[FieldFault]) -> Run:
+    """Return a run with the kinds, the depth and the layout that words name; add what is wrong with them to faults."""
+    for changed in (_of_kinds, _of_depth):
+        default, unfit = changed(default, words)
+        wrong += unfit
+    for one in values_of("--layout", words):
+        with collected("layout", wrong):
+            default = replace(default, **(layout(one) if one and not one.startswith("--") else {}))
+    return default
 
 
 def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]]:

@@ -58,7 +58,7 @@ def test_help_names_every_command_and_exit_code(said):
     for word in ["train", "verify", "draw", "check", "simulate", "gallery", "compare", "130", "143", "gpt-124m"]:
         assert word in out
     assert "exit codes:" in out
-    assert [*dict.fromkeys(re.findall(r"^  raypar ([a-z]+)", out, re.MULTILINE))] == [*cli._COMMANDS]
+    assert [*dict.fromkeys(re.findall(r"^  raypar ([a-z]+)", out, re.MULTILINE))] == [*cli.COMMANDS]
     assert said("--version") == (0, "raypar 0.1.0\n", "")
 
 
@@ -79,11 +79,11 @@ def test_every_command_has_help(said, command):
 
 
 def test_the_help_of_train_explains_every_flag(said):
-    _, out, _ = said("train", "gpt-tiny", "--help")
+    _, out, _ = said("train", "gpt-tiny", "--help", "all")
     for word in ("--model.layers", "number of transformer blocks", "--mesh.pp", "pipeline ranks", "--split"):
         assert word in out
     assert "(default: 0.003)" in out  # the recipe's, not the class' own
-    assert "--optim.momentum" in said("train", "--optim.kind", "sgd", "--help")[1]
+    assert "--optim.momentum" in said("train", "--optim.kind", "sgd", "--help", "all")[1]
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 
 import raypar as rp
-from raypar.cli.main import _COMMANDS, _messages
-from raypar.cli.text.generate import ChatArgs, chat, run_on
+from raypar.cli.commands import COMMANDS
+from raypar.cli.main import _messages
+from raypar.cli.text.generate import ChatArgs, chat, generate, run_on
 from tests.support.generation import plain_texts
 
 MODEL = rp.GPT(layers=2, hidden=32, heads=4, seq=64)
@@ -53,6 +55,15 @@ def test_a_checkpoint_goes_on_with_prompts_on_another_mesh(said, saved, kept_act
     assert out.replace("\ufffd", "") == wanted.replace("\ufffd", "")
 
 
+def test_json_has_each_prompt_with_its_text_and_tokens(saved, kept_actors, capsys):
+    printed = list[str]()
+    generate([str(saved), "ab", "--max-new-tokens", "3", "--json"], lambda text, end="\n": printed.append(text) or 0)
+    (only,) = json.loads("".join(printed))
+    (tokens,) = plain_texts(MODEL, [b"ab"], 3, seed=1)
+    assert (only["prompt"], only["tokens"], only["is_stopped"]) == ("ab", list(tokens), False)
+    assert only["text"].strip("\ufffd") == bytes(tokens).decode(errors="replace").strip("\ufffd")
+
+
 def test_a_chat_goes_on_with_all_that_was_said(saved, kept_actors):
     typed, printed = iter(["ab", "cd"]), []
 
@@ -95,4 +106,4 @@ def test_what_starts_is_said_where_the_log_has_errors_alone(capsys):
             lifecycle.info("starting 1 actor")
             other.warning("of no interest")
     assert capsys.readouterr().err == "starting 1 actor\n"
-    assert all(_COMMANDS[name].announces for name in ("generate", "chat", "eval"))
+    assert all(COMMANDS[name].announces for name in ("generate", "chat", "eval"))

@@ -166,7 +166,7 @@ def test_the_file_has_what_differs_alone_and_is_checked_without_a_gpu(tmp_path, 
     out = tmp_path / "job.toml"
     told = planned(f"--gpus 16 --gpu h100 {BILLION} --out {out}")
     assert "seconds are of h100 at 71% of its data sheet, which published steps of other programs reach" in told
-    assert "  micro batch  zero  " in told
+    assert "  batch  zero  " in told
     lines = out.read_text().splitlines()
     assert lines[0] == "# EDIT: data, lr, steps. What is not here is as in every run."
     assert len(lines) < 40

@@ -20,7 +20,7 @@ from raypar.actors.machine.process_identity import own_identity, process_began
 from raypar.cluster.nodes.nodes import package_version_faults, versions_collector
 from raypar.cluster.placement.placement import Node
 from raypar.cluster.ray_private import OWNER_FILE
-from raypar.doctor import examination, exposure
+from raypar.doctor import examination, exposure, group_times
 from raypar.doctor import leftovers as left
 from raypar.doctor.examination import cluster_findings
 from raypar.doctor.exposure import exposure_findings, is_loopback
@@ -397,10 +397,24 @@ def test_a_ray_that_it_starts_itself_leaves_no_folder_and_its_token_file_is_no_f
     monkeypatch.setattr(examination, "cluster_findings", lambda *_: [])
     told = {NODE.id: versions_collector()()}, {NODE.id: FACTS}
     monkeypatch.setattr(examination, "facts_of", lambda nodes, collector: told["facts" in collector.__qualname__])
-    found = [*examination.examined(sweeps=False, times=False)]
+    doing = list[str]()
+    found = [*examination.examined(sweeps=False, times=False, doing=doing.append)]
+    assert doing == ["starting Ray on this machine", "asking 1 node for versions, network, GPUs and memory"]
     assert [one.text for one in found if one.subject == "token"] == ["this machine has no token file"]
     assert any(one.subject == "network" for one in found)
     assert earlier.exists() and made and not made[0].exists()
+
+
+def test_it_says_which_nodes_it_measures_next(monkeypatch):
+    monkeypatch.setattr(group_times, "all_reduce_seconds", lambda nodes, sizes: dict.fromkeys(sizes, 1e-3))
+    doing, other = list[str](), node_with(id="id2", name="n2", address="10.0.0.2")
+    assert len([*group_times.group_time_findings([NODE, other], (4096, MIB), doing.append)]) == 3
+    what = "timing an all_reduce of 4 KiB, 1 MiB"
+    assert doing == [
+        f"{what} in {NODE} (1 of 2 nodes)",
+        f"{what} in {other} (2 of 2 nodes)",
+        f"{what} between {NODE} and {other}",
+    ]
 
 
 def test_an_address_at_which_nothing_answers_is_a_finding(said, quick, monkeypatch):

@@ -165,12 +165,12 @@ def test_plan_compares_the_levels(capsys):
     words = ["--mesh.pp", "1", "--mesh.dp", "2", "--zero", "3", "--zero-gather", "step"]
     assert run_command(["plan", "gpt-small", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    width = len("sent in a step, dp all_reduce")
+    width = len("sent a step, dp all_reduce")
     rows = {line[:width].strip(): line[width:].split() for line in lines[2:]}
     assert lines[0] == "actors: 2 = dp 2"
     assert lines[2].split() == ["this", "run", *(word for level in range(4) for word in ("zero", str(level)))]
     assert rows["weights"] == ["12", "MiB", *["25", "MiB"] * 3, "12", "MiB"]
-    assert rows["sent in a step, dp all_reduce"][:3] == ["-", "25", "MiB"]
+    assert rows["sent a step, dp all_reduce"][:3] == ["-", "25", "MiB"]
     assert "gathered" in rows
 
 
