@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypar.actors.collective import connect, hierarchical
+from raypar.actors.collective import connect, hierarchical, rendezvous
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.gloo import GlooGroup, create_device
 from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.hierarchical import LARGE, HierarchicalGroup
 from raypar.actors.collective.rendezvous import introduce
-from raypar.actors.collective.shm import rendezvous
 from raypar.actors.machine.process_identity import ProcessIdentity
 from tests.actors.collective.test_group import REDUCED
 from tests.gpu.ops import together

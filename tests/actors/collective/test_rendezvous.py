@@ -20,10 +20,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from raypar.actors.collective import rendezvous
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.rendezvous import Introduction, Registration, introduce
-from raypar.actors.collective.shm import rendezvous
 from raypar.actors.collective.shm.group import ShmGroup
 from raypar.actors.machine.process_identity import own_identity
 from tests.support.introduced import shm_group

@@ -20,7 +20,7 @@ from tests.support.linux_only import linux_only_names
 ROOT = Path(__file__).parents[3]
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="this is another system")
 # Files that use what only Linux has, behind a question of their own: whether members have a ``memory_domain``.
-SHARED_MEMORY = "actors/collective/shm/"
+SHARED_MEMORY = ("actors/collective/shm/", "actors/collective/rendezvous.py")
 PLATFORM = {
     "actors/machine/system_features.py",  # the table
     "actors/machine/device.py",  # the unit of getrusage
