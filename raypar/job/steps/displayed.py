@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from raypar.actors.specs.run import Run
+from raypar.job.steps.notebook_cell import in_cell
 from raypar.reporting.evaluation import Evaluation
-from raypar.reporting.html.notebook_cell import in_cell
 from raypar.reporting.progress import display
 from raypar.reporting.report import Report
 from raypar.reporting.report_table import Reports

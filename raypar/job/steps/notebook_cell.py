@@ -130,7 +130,6 @@ class TrainingCell:
 
 def _style() -> str:
     """Return the style sheets of a cell: that of the report's charts, within the cell only, and its own."""
-    charts, own = (
-        files("raypar.reporting.html").joinpath(name).read_text() for name in ("style.css", "notebook_cell.css")
-    )
+    charts = files("raypar.reporting.html").joinpath("style.css").read_text()
+    own = files("raypar.job.steps").joinpath("notebook_cell.css").read_text()
     return f".raypar-cell {{ {charts} }}\n{own}"
