@@ -415,7 +415,7 @@ MAY_IMPORT = {
         "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
         "raypar/checkpoint raypar/cli/train raypar/cli/words raypar/cluster raypar/config raypar/doctor "
         "raypar/job raypar/job/start raypar/planner raypar/planner/calibrated raypar/planner/sizes "
-        "raypar/reporting/html raypar/reporting/run_folder schedules schedules/drawing"
+        "raypar/reporting raypar/reporting/html raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/cli/plan": (
         "actors/machine actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "

@@ -26,7 +26,7 @@ from raypar.paths import RUN, holds_run
 
 _WHAT = "Show sequences as a run learns them: decoded, with what is learned in green, or between « and » in a file."
 _USAGE = "raypar data show EXAMPLES|RUN"
-_GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
+_GREEN, _PLAIN = "\x1b[38;5;29m", "\x1b[0m"
 
 
 @dataclass(frozen=True)

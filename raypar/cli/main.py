@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import os
 import pkgutil
-import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TextIO
+from typing import TYPE_CHECKING, ClassVar
 
 from raypar.cli.commands import COMMANDS, Command
+from raypar.reporting.screen import (
+    ScreenHandler,
+    console_of,
+    in_colors,
+    plain_rows,
+    printable,
+    show_rows,
+    show_text,
+    without_colors,
+)
 
 if TYPE_CHECKING:
     from raypar.planner.resource_needs import Rows
@@ -30,7 +41,7 @@ INTERRUPTED = 130
 TERMINATED = 143
 
 _LONG = 80  # letters of a path that are shown
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
+_VERBOSE = {"-v", "--verbose"}
 _MORE = "raypar plan shows bytes and seconds, and compares levels of ZeRO"
 
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths that nothing can have
@@ -47,6 +58,8 @@ def run_command(argv: Sequence[str] | None = None) -> int:
         The exit code, see --help.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # of a terminal or pipe without UTF-8, as standard error is
     try:
         return _command(words)
     except SystemExit as stop:  # tyro has printed a wrong flag, or SIGTERM has come
@@ -78,7 +91,8 @@ def _command(words: list[str]) -> int:
     command = COMMANDS[name]
     with ExitStack() as stack:
         if command.level is not None:
-            stack.enter_context(_messages(command.level, announces=command.announces))
+            verbose = bool(_VERBOSE & {*rest})
+            stack.enter_context(_messages(command.level, announces=command.announces, verbose=verbose))
         if command.has_actors:
             stack.enter_context(_terminable())
         return _run(command, rest)
@@ -150,12 +164,15 @@ def _print_outcome(outcome: object, *, styled: bool) -> int:
         case bool(is_sound):
             return OK if is_sound else DIFFERENT
         case list(rows):
-            return _say(_table(rows), styled=True)
+            return _say_rows(rows)
         case object(picture=picture, rows=rows, verdict=verdict):  # of a dry run
-            needs = f"{_table(rows)}\n\n{printable(verdict)}; no actor was started\n{_MORE}"
-            return _say(f"{picture}\n\n{needs}", styled=sys.stdout.isatty())
-        case object(rows=rows, lost=lost):  # of a run that took all its steps
-            said = _say(_table(rows), styled=True)
+            _say(f"{picture}\n", styled=sys.stdout.isatty())
+            _say_rows(rows)
+            return _say(f"\n{verdict}; no actor was started\n{_MORE}")
+        case object(rows=rows, lost=lost, follow=follow):  # of a run that took all its steps
+            said = _say_rows(rows)
+            if follow:
+                said = _say(f"next: {follow}", wraps=False)
             return _fail(lost, FAILED) if lost else said
         case object(text=text, sound=is_sound, lost=lost):
             said = _say(text)
@@ -170,10 +187,10 @@ def _print_outcome(outcome: object, *, styled: bool) -> int:
 
 def _write(text: str, end: str = "\n") -> int:
     """Print what a model has written; a file gets it as it is."""
-    return _say(text, end, styled=not sys.stdout.isatty())
+    return _say(text, end, styled=not sys.stdout.isatty(), wraps=False)
 
 
-class _Messages(logging.StreamHandler[TextIO]):
+class _Messages(ScreenHandler):
     """Prints log messages to standard error, and an error as the sentence that ends the command, ahead of its end.
 
     Attributes:
@@ -182,8 +199,8 @@ class _Messages(logging.StreamHandler[TextIO]):
 
     errors: ClassVar[set[str]] = set()
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, verbose: bool = False) -> None:
+        super().__init__(verbose=verbose)
         self.errors.clear()
 
     def format(self, record: logging.LogRecord) -> str:
@@ -196,14 +213,15 @@ class _Messages(logging.StreamHandler[TextIO]):
 
 
 @contextmanager
-def _messages(level: int = logging.INFO, *, announces: bool = False) -> Iterator[None]:
+def _messages(level: int = logging.INFO, *, announces: bool = False, verbose: bool = False) -> Iterator[None]:
     """Print raypar's log messages of a level and above to standard error while a command runs.
 
     Args:
         level: The level.
         announces: Whether to print which actors start, and what they wait for, also if the level is higher.
+        verbose: Whether a terminal gets all messages whole.
     """
-    logger, handler = logging.getLogger("raypar"), _Messages()
+    logger, handler = logging.getLogger("raypar"), _Messages(verbose=verbose)
     starts = logging.getLogger("raypar.cluster.lifecycle")
     before = logger.level, logger.propagate
     logger.addHandler(handler)
@@ -240,38 +258,34 @@ def _terminable() -> Iterator[None]:
             raise terminated
 
 
-def _table(rows: Rows) -> str:
-    """Format rows as a table for a terminal, and as plain lines otherwise."""
-    rows = [(name, printable(figure)) for name, figure in rows]
-    if not sys.stdout.isatty():
-        return "\n".join(f"{name + ':':<22} {figure}" for name, figure in rows)
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(show_header=False)
-    for name, figure in rows:
-        table.add_row(name, figure)
-    console = Console()
-    with console.capture() as captured:
-        console.print(table, highlight=False)
-    return captured.get().rstrip("\n")
+def _say_rows(rows: Rows) -> int:
+    """Print rows of a name and a figure, and return the exit code."""
+    console = console_of(sys.stdout)
+    return _printed(
+        partial(print, plain_rows(rows), flush=True) if console is None else partial(show_rows, console, rows)
+    )
 
 
-def printable(text: str) -> str:
-    """Return a text with its control characters, which may be commands to a terminal, spelled: a name may have some."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def _say(text: str, end: str = "\n", *, styled: bool = False) -> int:
-    """Print to standard output and return the exit code. A closed pipe, as by ``head``, is no error.
+def _say(text: str, end: str = "\n", *, styled: bool = False, wraps: bool = True) -> int:
+    """Print to standard output and return the exit code.
 
     Args:
         text: The text.
         end: What follows it.
-        styled: Whether control characters in it are meant as such, as colours are.
+        styled: Whether control characters in it are meant as such, as colours are. Then lines stay as they are.
+        wraps: Whether a terminal gets lines that end between words.
     """
+    if styled and sys.stdout.isatty() and not in_colors(sys.stdout):
+        text = without_colors(text)
+    console = console_of(sys.stdout) if wraps and not styled and end == "\n" else None
+    text = text if styled else printable(text)
+    return _printed(partial(print, text, end=end, flush=True) if console is None else partial(show_text, console, text))
+
+
+def _printed(write: Callable[[], None]) -> int:
+    """Call what prints to standard output, and return the exit code. A closed pipe, as by ``head``, is no error."""
     try:
-        print(text if styled else printable(text), end=end, flush=True)
+        write()
     except BrokenPipeError:
         return _hush()
     except OSError as error:
@@ -309,10 +323,19 @@ def _stopped(how: str, code: int, error: BaseException) -> int:
 def _fail(text: str, code: int, error: BaseException | None = None) -> int:
     """Print why a command fails, unless the log has it already, and the notes of the error; return the exit code."""
     if text not in _Messages.errors:
-        print(printable(f"raypar: {text}"), file=sys.stderr)
+        _complain(f"raypar: {text}")
     for note in getattr(error, "__notes__", []):
-        print(printable(note), file=sys.stderr)
+        _complain(note, "note")
     return code
+
+
+def _complain(text: str, style: str = "") -> None:
+    """Print to standard error."""
+    console = console_of(sys.stderr)
+    if console is None:
+        print(printable(text), file=sys.stderr)
+    else:
+        show_text(console, printable(text), style)
 
 
 if __name__ == "__main__":

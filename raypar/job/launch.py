@@ -27,7 +27,7 @@ from raypar.job.start.conversion import convert_on_cluster
 from raypar.job.start.resume import prepared
 from raypar.job.start.run_folders import replaced, settled
 from raypar.paths import AUTO, absolute
-from raypar.reporting.progress import on_screen
+from raypar.reporting.progress import launching, on_screen
 from raypar.reporting.record import Record
 from raypar.reporting.summary import log_plan
 from raypar.user_name import user_name
@@ -115,20 +115,21 @@ def launch_in(
             log_plan(run, checked.programs["train"], checked.skeleton, checked.taken)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
-        actors = start_actors(
-            RayparActor, world_of(run), run.device, name, waits, run.spares, seen, group, run.resources
-        )
-        undo.callback(actors.end)
-        if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
-            log.warning(
-                "node %s does not see %s: only this process writes there, and no checkpoint is saved; give a "
-                "--folder that all nodes share",
-                blind[0],
-                folder,
+        with launching(world_of(run).size):
+            actors = start_actors(
+                RayparActor, world_of(run), run.device, name, waits, run.spares, seen, group, run.resources
             )
-            run = replace(run, folder=None)
-        ConfigError.raise_if(reset_faults(run, actors.device))
-        job = Job(checked._replace(run=run), actors, name, record, chaos)
+            undo.callback(actors.end)
+            if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
+                log.warning(
+                    "node %s does not see %s: only this process writes there, and no checkpoint is saved; give a "
+                    "--folder that all nodes share",
+                    blind[0],
+                    folder,
+                )
+                run = replace(run, folder=None)
+            ConfigError.raise_if(reset_faults(run, actors.device))
+            job = Job(checked._replace(run=run), actors, name, record, chaos)
         undo.pop_all()
         return job
 

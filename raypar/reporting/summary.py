@@ -21,6 +21,7 @@ from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import LEARNED
 from raypar.errors import ConfigError
+from raypar.log_details import DETAIL
 from raypar.planner.calibrated.calibration_file import found_calibration
 from raypar.planner.hardware.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
 from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, calibration_misfits, cautions
@@ -33,6 +34,7 @@ from raypar.reporting.forecasting import forecast_and_measured, forecast_of
 from raypar.reporting.loss_text import loss_text, metric_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.failure_line import effective_share
+from raypar.reporting.screen import PathFigure
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.drawing.text import grid
@@ -226,8 +228,28 @@ def log_plan(run: Run, schedule: Schedule, skeleton: Skeleton, step: int = 0) ->
         skeleton: The run's model without weights.
         step: The steps that the checkpoint has taken from which it goes on; 0 for a new run.
     """
-    for name, figure in plan_rows(run, schedule, skeleton, step=step):
-        log.log(logging.WARNING if TOO_MUCH in figure else logging.INFO, "%s: %s", name, figure)
+    rows = plan_rows(run, schedule, skeleton, step=step)
+    brief = brief_head(rows)
+    for name, figure in rows:
+        if TOO_MUCH in figure:
+            log.warning("%s: %s", name, figure)
+        else:
+            log.info("%s: %s", name, figure, extra={**DETAIL, "brief": brief.get(name, "")})
+
+
+def brief_head(rows: Rows) -> dict[str, str]:
+    """Return the few lines with which a run begins on a terminal, by the row of ``plan_rows`` of which each is made."""
+    said = dict(rows)
+    batch, semicolon, since = said["steps"].partition("; ")
+    steps, _, each = batch.partition(" of ")
+    lasts = f", {said['time'].partition(': ')[0]} (predicted)" if "time" in said else ""
+    bubble = said["bubble"].partition(" predicted")[0]
+    memory = said["memory in all"].partition(", ")[0].removesuffix(" here")
+    return {
+        "actors": f"actors: {said['actors']}; {said['parameters'].partition('; ')[0]} parameters",
+        "steps": f"steps: {steps} of {each.rpartition(' = ')[2]}{lasts}{semicolon}{since}",
+        "memory in all": f"memory: {memory}; bubble {bubble}",
+    }
 
 
 def planned_grid(schedule: Schedule, bubble: str, *, color: bool = False) -> str:
@@ -298,7 +320,7 @@ def closing_rows(
         ("activations in flight", f"{_each(held)} measured, {_each(prediction.timeline.in_flight)} predicted"),
         ("peak memory", "; ".join(f"{peak.name.removeprefix('peak memory, ')} {peak}" for peak in peaks)),
         ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
-        *((name, str(path)) for name, path in files.items() if path is not None),
+        *((name, PathFigure(path)) for name, path in files.items() if path is not None),
     ]
 
 

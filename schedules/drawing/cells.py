@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import sys
 from collections.abc import Collection, Iterable, Sequence
 
 from raypar.schedules.schedule import Schedule
@@ -24,6 +27,26 @@ def lines(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Format each row as one line: its label, then its cells."""
     margin = widest(labels)
     return [f"{label:<{margin}}  {' '.join(row)}".rstrip() for label, row in zip(labels, rows, strict=True)]
+
+
+def lines_in_width(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows as ``lines`` does; on a terminal, columns that it has no room for follow below, with their labels.
+
+    Args:
+        labels: The labels.
+        rows: The cells of each row; those of a column have one length.
+    """
+    columns, first, found = len(rows[0]) if rows else 0, 0, list[str]()
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    while first < columns:
+        after = first + 1
+        while (
+            after < columns and widest(labels) + 1 + sum(len(cell) + 1 for cell in rows[0][first : after + 1]) <= width
+        ):
+            after += 1
+        found += lines(labels, [row[first:after] for row in rows])
+        first = after
+    return found or lines(labels, rows)
 
 
 def excerpt(

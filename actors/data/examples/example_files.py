@@ -100,7 +100,8 @@ def open_examples(setting: str, path: str, spec: Examples, convert: Convert = by
             if entry not in _ANNOUNCED:
                 _ANNOUNCED.add(entry)
                 count = "1 file" if len(files) == 1 else f"{len(files)} files"
-                log.info("converting %s %r to tokens, once: %s", setting, path, count)
+                brief = {"brief": f"converting {count} of examples to tokens, once"}
+                log.info("converting %s %r to tokens, once: %s", setting, path, count, extra=brief)
             facts = _convert(files, conversion, entry, convert)
             write_whole(entry.with_suffix(".json"), [memoryview(json.dumps(asdict(facts), indent=1).encode())])
     except TextError as error:

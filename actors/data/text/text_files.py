@@ -115,7 +115,8 @@ def open_tokens(
         TextError.raise_if(faults)
         try:
             taken = files if entry.is_bin else [file for file in files if file.size and is_text(file)]
-            log.info("converting %s %r to tokens, once: %s", setting, path, _conversion_size(files, taken))
+            count, brief = _conversion_size(files, taken), {"brief": "converting the text to tokens, once"}
+            log.info("converting %s %r to tokens, once: %s", setting, path, count, extra=brief)
             if not entry.is_bin:
                 _warn_of_encodings(path, taken)
                 facts = _convert(taken, conversion, entry.tokenizer or "", data, convert)

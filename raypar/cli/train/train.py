@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ from raypar.config.run import check_run
 from raypar.errors import TO_GO_ON, ConfigError
 from raypar.job.recover.chaos import faults_in, injectable, never_happen
 from raypar.job.start.launchable import check_launch
+from raypar.log_details import DETAIL
 from raypar.paths import AUTO, absolute
 from raypar.planner.calibrated.calibration_file import calibration_faults, calibration_named
 from raypar.planner.resource_needs import TOO_MUCH, Rows
@@ -50,6 +52,7 @@ from raypar.reporting.loss_text import loss_text
 from raypar.reporting.progress import evaluation_line
 from raypar.reporting.report import Report
 from raypar.reporting.scale_warnings import unchanged
+from raypar.reporting.screen import PathFigure
 from raypar.reporting.summary import closing_rows, failures_summary, plan_rows, planned_grid
 from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.drawing.chrome_trace import chrome_trace
@@ -192,10 +195,12 @@ class Finished:
     Attributes:
         rows: Names and figures of the run.
         lost: What is missing of what the run should have left, and how to go on; "" if nothing is.
+        follow: The command that shows the run; "" if nothing was kept.
     """
 
     rows: Rows
     lost: str
+    follow: str = ""
 
 
 def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> DryRunOutcome | Finished:
@@ -238,7 +243,9 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Dry
         schedule = _checked(run, args, begun, wrong, words)
         run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=True, room=args.room)
         for axis, origin in _origins(args, words).items():  # the log says later how many actors that makes
-            logging.getLogger("raypar").info("mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin)
+            logging.getLogger("raypar").info(
+                "mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin, extra=DETAIL
+            )
         from raypar.job.start.run_folders import settled  # imports what mistakes and dry runs do not need
 
         run = settled(run)
@@ -399,11 +406,12 @@ def _ended(run: Run, job: Job, rows: Rows, reports: Sequence[Report], begun: Ver
     if job.failures:
         rows = [*rows, ("failures survived", failures_summary(reports, [failure.lost for failure in job.failures]))]
     if job.saved is not None:
-        rows = [*rows, ("newest checkpoint", str(job.saved))]
+        rows = [*rows, ("newest checkpoint", PathFigure(job.saved))]
     rows = [*rows, ("kept in", _kept_in(run, job.run))]
+    follow = "" if run.folder is None else f"raypar report {shlex.quote(run.folder)}"
     if unchanged(run, reports) is not None:
-        return Finished(rows, "the run has changed no weight (see above)")
-    return Finished(rows, "" if job.lost is None else _lost_text(job, begun))
+        return Finished(rows, "the run has changed no weight (see above)", follow)
+    return Finished(rows, "" if job.lost is None else _lost_text(job, begun), follow)
 
 
 def _kept_in(run: Run, of_job: Run) -> str:
@@ -415,7 +423,7 @@ def _kept_in(run: Run, of_job: Run) -> str:
     """
     if run.folder is None:
         return "nothing was kept (folder none): --folder FOLDER keeps it"
-    return f"{run.folder}{'' if of_job.folder else ', without checkpoints: not all nodes see it'}"
+    return PathFigure(f"{run.folder}{'' if of_job.folder else ', without checkpoints: not all nodes see it'}")
 
 
 def injected(

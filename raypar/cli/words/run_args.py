@@ -34,6 +34,9 @@ class RunArgs(Run):
     """number of layers from which sizes, tokens, batch and learning rates follow, which other flags change; of the
     recipe or file only the data are kept then; 0: all is that of the recipe or file"""
 
+    verbose: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=("-v",))] = False
+    """show on a terminal all that is logged before the first step, as files have it, and not the shortest form"""
+
     def run(self) -> Run:
         """Return the Run alone."""
         return Run(**{field.name: getattr(self, field.name) for field in fields(Run)})

@@ -38,6 +38,7 @@ from raypar.cluster.placement.shortage import TOO_SMALL, no_room
 from raypar.cluster.ray_private import silence_deaths, start_on_loopback
 from raypar.cluster.together import together
 from raypar.errors import ConfigError, JobError, RoomError
+from raypar.log_details import DETAIL
 from raypar.schedules.float_sum import float_sum
 
 T = TypeVar("T")
@@ -121,7 +122,7 @@ def start_actors(
     if not ray.is_initialized() and (faults := list(actor_count_faults(count, resources.cpus))):
         raise ConfigError(faults)
     crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
-    log.info("starting %d actor%s%s", count, "" if count == 1 else "s", _SHARING if crowds else "")  # Ray takes longest
+    log.info("starting %d actor%s%s", count, "s" * (count != 1), _SHARING if crowds else "", extra=DETAIL)
     with ExitStack() as undo:
         with _own_sigterm():
             owns = _connect()
@@ -298,7 +299,7 @@ def _claim(
     pins = [(block, node.id) for block in blocks if (node := found.nodes[block[0]]) is not None]
     used = [node for node in nodes if node.id in {pin for _, pin in pins}]
     if len(used) > 1:
-        log.info("actors on %d nodes: %s", len(used), "; ".join(placement_lines(world, found, used)))
+        log.info("actors on %d nodes: %s", len(used), "; ".join(placement_lines(world, found, used)), extra=DETAIL)
     return Claim(world, [*pins, *spare], share, job), used
 
 

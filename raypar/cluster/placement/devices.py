@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.types import DeviceChoice, DeviceKind
 from raypar.errors import ConfigError
+from raypar.log_details import DETAIL
 
 log = logging.getLogger(__name__)
 _NO_GPU = "use device 'cpu', add a node with GPUs, or wait for nodes"
@@ -57,7 +58,7 @@ def share_of(
         demand_build("cuda", built=built)
         if not gpus and not grows:
             raise ConfigError([f"resources.gpus is {resources.gpus:g}, but the cluster has no GPU: {_NO_GPU}"])
-        log.info("computing on GPUs, %g for each actor", resources.gpus)
+        log.info("computing on GPUs, %g for each actor", resources.gpus, extra=DETAIL)
         device = ActorResources("cuda", resources.gpus)
     return replace(device, cpus=resources.cpus, others=resources.others, labels=dict(resources.labels))
 
@@ -83,10 +84,10 @@ def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grow
         raise ConfigError([f"device is 'cuda', but the cluster has no GPU: {_NO_GPU}"])
     if choice == "cpu" or (choice == "auto" and not (built and gpus >= actors)):
         why = f" ({_why(built)})" if choice == "auto" and gpus else ""
-        log.info("computing on CPUs%s", why)
+        log.info("computing on CPUs%s", why, extra=None if why else DETAIL)
         return ActorResources("cpu", 0.0)
     if gpus >= actors or grows:
-        log.info("computing on GPUs, one for each actor")
+        log.info("computing on GPUs, one for each actor", extra=DETAIL)
         return ActorResources("cuda", 1.0)
     sharing = math.ceil(actors / gpus)
     log.warning(

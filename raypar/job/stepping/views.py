@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from raypar.actors.specs.results import Kind
 from raypar.schedules.action import Action
-from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.cells import lines, lines_in_width
 from raypar.schedules.drawing.notebook import box, notebook_table, text_block
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import text
@@ -104,7 +104,7 @@ class State(tuple["ActorContents", ...]):
 
     def __repr__(self) -> str:
         rows = [_HEAD, *map(_cells, self)]
-        return "\n".join(lines(["MiB", *(held.actor for held in self)], aligned(rows)))
+        return "\n".join(lines_in_width(["MiB", *(held.actor for held in self)], aligned(rows)))
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""

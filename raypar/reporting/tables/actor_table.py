@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from raypar.actors.specs.results import Located, Progress, Span
 from raypar.schedules.action import Op
-from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.cells import lines_in_width
 from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import aligned
@@ -44,7 +44,7 @@ class Whereabouts(list[Actor]):
 
     def __repr__(self) -> str:
         cells = [list(_HEAD), *map(_cells, self)]
-        return "\n".join(lines(["actor", *(one.actor for one in self)], aligned(cells)))
+        return "\n".join(lines_in_width(["actor", *(one.actor for one in self)], aligned(cells)))
 
     def _repr_html_(self) -> str:
         return box(notebook_table([(one.actor, *_cells(one)) for one in self], ("actor", *_HEAD)))

@@ -14,7 +14,7 @@ from raypar.planner.memory.worker import ActorMemory
 from raypar.planner.prediction import from_flops
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.tables.totals import unknown_actor
-from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.cells import lines_in_width
 from raypar.schedules.drawing.notebook import box, notebook_table
 from raypar.schedules.formatting import aligned, size
 from raypar.schedules.schedule import Schedule
@@ -52,7 +52,7 @@ class MemoryTable(dict[str, dict[str, Figure]]):
 
     def __repr__(self) -> str:
         cells = [self._heads, *([str(figures.get(kind, "")) for kind in self._head] for figures in self.values())]
-        return "\n".join(lines(["formula / measured", *self], aligned(cells)))
+        return "\n".join(lines_in_width(["formula / measured", *self], aligned(cells)))
 
     def _repr_html_(self) -> str:
         rows = [(actor, *(figures.get(kind, "") for kind in self._head)) for actor, figures in self.items()]

@@ -30,7 +30,7 @@ def test_what_is_learned_is_marked(said, talks, tmp_path):
     counts, what = "1 sequence for training, 1 for validation (--validation)\n\n", "sequence 0: 3 pieces of examples, "
     assert out.startswith(counts + what) and out.count(LEARNED) == 3
     coloured = show([*map(str, words[1:])], terminal=True)
-    assert "\x1b[32mgood<|im_end|>\x1b[0m" in coloured and "«" not in coloured
+    assert "\x1b[38;5;29mgood<|im_end|>\x1b[0m" in coloured and "«" not in coloured
     assert "«<|im_start|>user" not in out
     _, everything, _ = said(*words, "--learn", "all", "--no-packing", "--validation")
     assert everything.startswith("1 sequence for validation, 3 for training\n\nsequence 0: 1 piece of examples")
