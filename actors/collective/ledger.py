@@ -33,15 +33,19 @@ class Ledger:
     """Counts by (axis, op), and the times of the latest calls. A worker has one, which its groups share; thread-safe.
 
     Args:
-        mark: Returns a mark of this moment on the device's clock (``ComputeDevice.mark``).
+        clock: Returns this moment on the clock of the actions' marks; None keeps no times of single calls.
     """
 
-    def __init__(self, mark: Callable[[], float] = time.perf_counter) -> None:
-        self.mark = mark
+    def __init__(self, clock: Callable[[], float] | None = time.perf_counter) -> None:
+        self._clock = clock
         self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._seconds: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
+
+    def mark(self) -> float | None:
+        """Return this moment, for ``spent``; None if no times of single calls are kept."""
+        return None if self._clock is None else self._clock()
 
     def record(self, axis: str, op: str, nbytes: int) -> None:
         """Count one call of an op and its payload bytes."""
@@ -59,7 +63,7 @@ class Ledger:
             seconds: Seconds of the caller.
             since: Mark of the time since which it could do nothing else; None if it was not marked.
         """
-        call = None if since is None else Call(f"{axis} {op}", since, self.mark())
+        call = None if since is None or self._clock is None else Call(f"{axis} {op}", since, self._clock())
         with self._lock:
             self._seconds[axis, op] = self._seconds.get((axis, op), 0.0) + seconds
             if call is not None:

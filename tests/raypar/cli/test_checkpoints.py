@@ -116,9 +116,11 @@ def test_train_keeps_what_it_makes_where_nobody_named_a_folder(
     code, out, err = said("train", "gpt-tiny", "--data.path", argparse.__file__, "--steps", 2)
     assert code == 0, err
     (folder,) = (tmp_path / "runs").iterdir()
-    assert out.splitlines()[-1].split(": ", 1)[1].strip() == str(folder) + (
+    *_, kept, following = out.splitlines()
+    assert kept.split(": ", 1)[1].strip() == str(folder) + (
         ", without checkpoints: not all nodes see it" if is_blind else ""
     )
+    assert following.split(": ", 1)[1].strip() == f"raypar report {folder}"
     assert [line["step"] for line in read(folder).metrics][:2] == [0, 1]
     assert len(read(folder).checkpoints) == (0 if is_blind else 1)
     assert ("node far (10.0.0.2) does not see" in err) == is_blind
@@ -129,7 +131,7 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     words = ("gpt-tiny", "--data.path", argparse.__file__, "--steps", 4)
     code, out, err = said("train", *words, "--folder", "a/run", "--save-every", 2, "--keep-last", 2)
     assert code == 0, err
-    assert out.splitlines()[-1].split(": ")[1].strip() == "a/run"
+    assert [line.split(": ")[1].strip() for line in out.splitlines()[-2:]] == ["a/run", "raypar report a/run"]
     whole = read(tmp_path / "a" / "run")
     assert [line["step"] for line in whole.metrics] == [0, 1, 2, 3, 4]
     assert (whole.step, whole.config["steps"], [line.step for line in whole.checkpoints]) == (3, 4, [4, 2])

@@ -137,7 +137,7 @@ def test_what_made_a_run_is_kept_and_a_resume_is_added(kept_actors):
     trained(steps=2)
     path = Path("runs/a/provenance.json")
     first = json.loads(path.read_text())
-    assert list(first) == ["raypar", "python", "torch", "ray", "host", "commit", "command", "started"]
+    assert list(first) == ["raypar", "python", "torch", "ray", "host", "hardware", "commit", "command", "started"]
     assert first["commit"] is None and isinstance(first["command"], list) and "+" in first["started"]
     logged = Path("runs/a/log.txt").read_text().split()[0]
     assert datetime.fromisoformat(first["started"]) <= datetime.fromisoformat(logged), "not after its launch"
