@@ -53,7 +53,6 @@ docs: $(venv)/.installed-docs ## the documentation as a site, in build/site; a d
 
 pictures: $(venv)/.installed ## draw the pictures of README.md and docs/ anew; without chromium, all but docs/report.png
 	@$(venv)/bin/raypar draw 1f1b --ranks 4 --microbatches 8 --out docs/1f1b.svg
-	@$(python) docs/pictures/make.py
 	@$(python) -m tests.support.pictures terminal
 	@rm -rf build/pictures
 	@$(python) -c '$(measured)'

@@ -1,16 +1,17 @@
-"""The pictures of the documentation that docs/pictures/make.py draws: up to date, on a page, and described."""
+"""The pictures in docs/pictures: up to date, on a page, and described."""
 
 from __future__ import annotations
 
 import re
-import runpy
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.pictures.diagrams import pictures
+
 FOLDER = Path(__file__).parents[1] / "docs/pictures"
-DRAWN = runpy.run_path(str(FOLDER / "make.py"))["pictures"]()
+DRAWN = pictures()
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -30,4 +31,4 @@ def test_all_pictures_are_on_a_page_and_all_that_pages_show_are_drawn():
 
 
 def test_make_pictures_makes_them():
-    assert "$(python) docs/pictures/make.py" in (FOLDER.parents[1] / "Makefile").read_text()
+    assert "$(python) -m tests.support.pictures " in (FOLDER.parents[1] / "Makefile").read_text()

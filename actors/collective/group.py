@@ -73,14 +73,13 @@ class Handle:
 
     def _wait(self, finish: Finish, seconds: float) -> None:
         ledger, begin = self._group.ledger, time.perf_counter()
-        since = ledger.mark()
         try:
             finish(seconds)
         except Exception as error:
             self._finish, self._error = None, self._group.fault(self._op, self._peer, plain_reason(error, seconds))
             raise self._error from error
         self._finish = None  # only now, so that an interrupted wait can be repeated
-        ledger.spent(self._group.axis, self._op, time.perf_counter() - begin, since)
+        ledger.spent(self._group.axis, self._op, begin, time.perf_counter())
 
 
 @dataclass(frozen=True)
@@ -387,14 +386,13 @@ class Group(ABC):
         if self._closed:
             raise GroupError(self.name, op, peer, "the group was closed after an earlier fault")
         begin = time.perf_counter()
-        since = self.ledger.mark() if self.device.type == "cpu" else None  # a GPU goes on while the host starts an op
         try:
             given: list[Any] = [self._staged(op, arg, out) if isinstance(arg, Tensor) else arg for arg in args]
             finish = start(*given)
         except (RuntimeError, OSError) as error:
             raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
         self.ledger.record(self.axis, op, sent)
-        self.ledger.spent(self.axis, op, time.perf_counter() - begin, since)
+        self.ledger.spent(self.axis, op, begin, time.perf_counter())
         for arg, flat in zip(args, given, strict=True):
             if arg is out and flat is not out:
                 finish = _then_copied(finish, flat, out)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from raypar.schedules.timeline import Call
@@ -30,22 +28,13 @@ class LedgerEntry:
 
 
 class Ledger:
-    """Counts by (axis, op), and the times of the latest calls. A worker has one, which its groups share; thread-safe.
+    """Counts by (axis, op), and the times of the latest calls. Thread-safe: the groups of a worker share one."""
 
-    Args:
-        clock: Returns this moment on the clock of the actions' marks; None keeps no times of single calls.
-    """
-
-    def __init__(self, clock: Callable[[], float] | None = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._calls: deque[Call] = deque(maxlen=_MOST_CALLS)
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._seconds: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
-
-    def mark(self) -> float | None:
-        """Return this moment, for ``spent``; None if no times of single calls are kept."""
-        return None if self._clock is None else self._clock()
 
     def record(self, axis: str, op: str, nbytes: int) -> None:
         """Count one call of an op and its payload bytes."""
@@ -54,23 +43,22 @@ class Ledger:
             counts[0] += 1
             counts[1] += nbytes
 
-    def spent(self, axis: str, op: str, seconds: float, since: float | None = None) -> None:
-        """Add to the seconds spent in an op.
+    def spent(self, axis: str, op: str, begin: float, end: float) -> None:
+        """Add the time that the caller spent in an op.
 
         Args:
             axis: Mesh axis.
             op: Name of the op.
-            seconds: Seconds of the caller.
-            since: Mark of the time since which it could do nothing else; None if it was not marked.
+            begin: When it began, in seconds of ``time.perf_counter``.
+            end: When it was over.
         """
-        call = None if since is None or self._clock is None else Call(f"{axis} {op}", since, self._clock())
+        call = Call(f"{axis} {op}", begin, end)
         with self._lock:
-            self._seconds[axis, op] = self._seconds.get((axis, op), 0.0) + seconds
-            if call is not None:
-                self._calls.append(call)
+            self._seconds[axis, op] = self._seconds.get((axis, op), 0.0) + (end - begin)
+            self._calls.append(call)
 
     def taken(self, since: float) -> tuple[Call, ...]:
-        """Return the calls that began after a mark, in their order, and forget all calls so far."""
+        """Return the calls that began at a time or later, in their order, and forget all calls so far."""
         with self._lock:
             calls = tuple(call for call in self._calls if call.start >= since) if self._calls else ()
             self._calls.clear()

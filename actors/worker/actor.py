@@ -165,7 +165,7 @@ class RayparActor:
         """
         keep_freed_memory(SMALL_BLOCKS)
         device = device_of(plan.device)
-        ledger = Ledger(device.mark if device.kind == "cpu" else None)  # a GPU's marks are events of its own stream
+        ledger = Ledger()
         faults = FaultInjector(plan.faults, partial(count_fault, plan.job))
         device.enter()
         self._last_action.forget()

@@ -260,9 +260,8 @@ class Worker:
 
     def _calls(self, since: float) -> tuple[Call, ...]:
         """Return the communication since a mark; none on GPUs, where the host does not wait for it."""
-        if self._device.kind != "cpu":
-            return ()
-        return tuple([call for ledger in self._ledgers for call in ledger.taken(since)])
+        calls = tuple([call for ledger in self._ledgers for call in ledger.taken(since)])
+        return calls if self._device.kind == "cpu" else ()
 
     # --- the actions ---
 

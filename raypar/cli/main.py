@@ -296,13 +296,12 @@ def _printed(write: Callable[[], None]) -> int:
 
 def _say_help(text: str) -> int:
     """Print help, with flags, commands and titles in bold on a terminal."""
-    text = printable(text)
-    if not sys.stdout.isatty():
+    text, console = printable(text), console_of(sys.stdout)
+    if console is None:
         return _say(text)
-    from rich.console import Console
     from rich.text import Text
 
-    console, shown = Console(), Text(text)
+    shown = Text(text)
     shown.highlight_regex(r"(?m)^ *(--?[a-z]\S*(, --\S+)*|raypar [a-z]+)|^\S.*:$", "bold")
     with console.capture() as captured:
         console.print(shown, soft_wrap=True, end="")

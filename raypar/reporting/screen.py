@@ -164,9 +164,6 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
     On a terminal a message may be shorter than in a file, or left out: its record says so (``raypar.log_details``).
 
     Args:
-        verbose: Whether a terminal gets all messages whole.
-
-    Args:
         stream: Where it prints instead.
         verbose: Whether a terminal gets all messages whole.
 

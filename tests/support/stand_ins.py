@@ -35,7 +35,7 @@ from raypar.cluster.deaths.process_monitor import ProcessReport
 from tests.support.stand_in_parts import boxes_of, contents_of, nbytes_of, parts_of, saved_parts
 
 BESIDE = ("progress", "located", "now", "abort", "write")  # what is answered during a step
-_OF_KEEPER = {  # by the method of a SnapshotKeeper, the one that stands for it
+_OF_KEEPER = {  # by the method of a SnapshotKeeper, the one that replaces it
     "addresses": "snapshot_addresses",
     "hold": "hold_snapshots",
     "steps": "snapshot_steps",

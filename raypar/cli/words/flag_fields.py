@@ -153,7 +153,7 @@ def _value(hint: Any) -> str:
 
 
 def _word(one: Any) -> str:
-    """Return what stands for the values of a type, or a word of a Literal."""
+    """Return the placeholder for the values of a type, or a word of a Literal."""
     items = [item for item in get_args(one) if item is not Ellipsis]
     if is_mapping(one):
         return f"NAME {_value(items[1])} ..."

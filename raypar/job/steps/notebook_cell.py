@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.resources import files
 from statistics import median
 
@@ -128,6 +129,7 @@ class TrainingCell:
         return line_chart(lines, lambda value: f"{value:.4g}", named=True)
 
 
+@cache
 def _style() -> str:
     """Return the style sheets of a cell: that of the report's charts, within the cell only, and its own."""
     charts = files("raypar.reporting.html").joinpath("style.css").read_text()

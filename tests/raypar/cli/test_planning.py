@@ -32,10 +32,10 @@ def planned(words):
 
 def test_a_plan_explains_itself_and_writes_a_run_that_is_sound(tmp_path):
     out = tmp_path / "job.toml"
-    told = planned(f"--gpus 16 --gpu a100 {BILLION} --out {out}")
-    assert told.startswith("16 a100 on 2 nodes")
+    reported = planned(f"--gpus 16 --gpu a100 {BILLION} --out {out}")
+    assert reported.startswith("16 a100 on 2 nodes")
     for part in ("the best of each mesh", "memory of the fullest actor", "why:", "why the others lost:", "node 1: "):
-        assert part in told
+        assert part in reported
     run = load_run(out)
     assert run.mesh.size == 16
     assert run.precision.compute == "bf16"
@@ -63,9 +63,9 @@ def test_a_precision_that_is_given_stays():
 
 
 def test_what_was_given_and_what_is_not_searched_is_said():
-    told = planned("--gpus 2 --gpu h100 --mesh.tp 1")
-    assert "tp 1: as it was given" in told
-    assert "cp 1: context ranks are searched for sequences of 8,192 tokens and more" in told
+    reported = planned("--gpus 2 --gpu h100 --mesh.tp 1")
+    assert "tp 1: as it was given" in reported
+    assert "cp 1: context ranks are searched for sequences of 8,192 tokens and more" in reported
 
 
 def test_all_mistakes_of_a_request_are_told_at_once(tmp_path):
@@ -73,15 +73,15 @@ def test_all_mistakes_of_a_request_are_told_at_once(tmp_path):
     file.write_text('nodes = 2\ndevice = "h20"\n')
     with pytest.raises(ConfigError) as error:
         planned(f"--gpus 4 --cluster {file} --batch -1 --out {tmp_path}")
-    told = "\n".join(error.value.faults)
+    reported = "\n".join(error.value.faults)
     for part in ("each_node is missing", "'h20'", "measure", "--batch is -1", "leave one out", "is a folder"):
-        assert part in told
+        assert part in reported
 
 
 def test_axes_that_are_given_are_kept():
-    told = planned(f"--gpus 4 --gpu a100 {BILLION} --mesh.tp 2 --mesh.pp 2 --zero 0")
-    assert "tp 2: as it was given" in told
-    assert "pp 2: as it was given" in told
+    reported = planned(f"--gpus 4 --gpu a100 {BILLION} --mesh.tp 2 --mesh.pp 2 --zero 0")
+    assert "tp 2: as it was given" in reported
+    assert "pp 2: as it was given" in reported
 
 
 @pytest.mark.parametrize(
@@ -99,25 +99,25 @@ def test_axes_that_are_given_are_kept():
 def test_axes_that_no_layout_has_are_told_each_with_its_fix(words, parts):
     with pytest.raises(ConfigError) as error:
         planned(f"--gpus 8 {words}")
-    told = "\n".join(error.value.faults)
-    assert all(part in told for part in parts), told
-    assert "no layout" not in told
+    reported = "\n".join(error.value.faults)
+    assert all(part in reported for part in parts), reported
+    assert "no layout" not in reported
 
 
 def test_what_is_searched_and_a_grid_are_not_taken():
     with pytest.raises(ConfigError) as error:
         planned("--gpus 4 --mesh.dp 2 --chunks 2 --mesh.tp 2d-2x2")
-    told = "\n".join(error.value.faults)
+    reported = "\n".join(error.value.faults)
     for part in ("--mesh.dp is searched", "--chunks is searched"):
-        assert part in told
+        assert part in reported
 
 
 def test_what_fits_nowhere_is_a_mistake_with_the_smallest_number_that_would():
     with pytest.raises(ConfigError) as error:
         planned(f"--gpus 1 --gpu l4 {BILLION} --batch 16 --model.layers 200")
-    told = "\n".join(error.value.faults)
-    assert "no layout fits" in told
-    assert "are the smallest number on which one fits" in told
+    reported = "\n".join(error.value.faults)
+    assert "no layout fits" in reported
+    assert "are the smallest number on which one fits" in reported
 
 
 def test_the_two_nodes_of_the_notes_hold_two_stages_each():
@@ -140,13 +140,13 @@ def test_so_few_devices_are_refused(gpus):
 def test_a_plan_for_this_machine_takes_as_long_as_the_dry_run_of_its_file_by_the_calibration(tmp_path, monkeypatch):
     file, out = tmp_path / "mine.json", tmp_path / "job.toml"
     write_calibration(known(), file)
-    told = planned(f"--gpus 2 --gpu cpu --batch 8 --out {out} --calibration {file}")
-    step = float(re.search(r"the best step takes (\S+) s \(from the calibration\)", told)[1])
+    reported = planned(f"--gpus 2 --gpu cpu --batch 8 --out {out} --calibration {file}")
+    step = float(re.search(r"the best step takes (\S+) s \(from the calibration\)", reported)[1])
     monkeypatch.setenv(VARIABLE, str(file))
     dry = dict(train([str(out), "--dry-run"], terminal=False).rows)["time"]
     assert "from the calibration" in dry
     in_ms = float(re.search(r"steps of (\S+) ms", dry)[1].replace(",", ""))
-    assert in_ms == pytest.approx(1e3 * step, rel=0.005)  # which is told with three digits
+    assert in_ms == pytest.approx(1e3 * step, rel=0.005)  # which is reported with three digits
     monkeypatch.setattr("raypar.cli.plan.planning.num_slots", lambda: 1)
     assert "from the calibration" not in planned(f"--gpus 2 --gpu cpu --batch 8 --calibration {file}")
     other = planned(f"--gpus 2 --gpu h100 --batch 8 --calibration {file}")
@@ -164,9 +164,9 @@ def test_a_calibration_that_is_not_there_is_a_mistake(tmp_path, words):
 
 def test_the_file_has_what_differs_alone_and_is_checked_without_a_gpu(tmp_path, monkeypatch, caplog):
     out = tmp_path / "job.toml"
-    told = planned(f"--gpus 16 --gpu h100 {BILLION} --out {out}")
-    assert "seconds are of h100 at 71% of its data sheet, which published steps of other programs reach" in told
-    assert "  batch  zero  " in told
+    reported = planned(f"--gpus 16 --gpu h100 {BILLION} --out {out}")
+    assert "seconds are of h100 at 71% of its data sheet, which published steps of other programs reach" in reported
+    assert "  batch  zero  " in reported
     lines = out.read_text().splitlines()
     assert lines[0] == "# EDIT: data, lr, steps. What is not here is as in every run."
     assert len(lines) < 40
@@ -193,9 +193,9 @@ def test_a_plan_with_offload_needs_what_the_forecast_says(tmp_path, zero):
     """Where replicas sum gradients at the end of a step, all of them wait in buckets."""
     out = tmp_path / "job.toml"
     model = "--model.layers 24 --model.hidden 4096 --model.heads 32 --mesh.pp 1 --mesh.tp 1 --offload optimizer"
-    told = planned(f"--gpus 2 --batch 64 --zero {zero} {model} --out {out}")
+    reported = planned(f"--gpus 2 --batch 64 --zero {zero} {model} --out {out}")
     assert forecast_gb(load_run(out)) == pytest.approx(
-        float(re.search(r"fullest actor: (\d+\.\d) of", told)[1]), rel=0.05
+        float(re.search(r"fullest actor: (\d+\.\d) of", reported)[1]), rel=0.05
     )
 
 
@@ -209,9 +209,11 @@ def forecast_gb(run):
 
 def test_where_nothing_fits_states_go_to_host_memory(tmp_path):
     out, model = tmp_path / "job.toml", "--model.layers 32 --model.hidden 4096 --model.heads 32 --model.seq 2048"
-    told = planned(f"--gpus 1 --gpu h100 --batch 8 {model} --out {out}")
-    assert told.startswith("no layout fits as it is; with --offload optimizer, whose updates in host memory are not ")
-    of_plan = float(re.search(r"fullest actor: (\d+\.\d) of", told)[1])
+    reported = planned(f"--gpus 1 --gpu h100 --batch 8 {model} --out {out}")
+    assert reported.startswith(
+        "no layout fits as it is; with --offload optimizer, whose updates in host memory are not "
+    )
+    of_plan = float(re.search(r"fullest actor: (\d+\.\d) of", reported)[1])
     run = load_run(out)
     assert run.offload == "optimizer"
     assert forecast_gb(run) == pytest.approx(of_plan, rel=0.05)

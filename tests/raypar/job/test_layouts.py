@@ -124,9 +124,9 @@ def test_a_world_with_fewer_replicas_needs_fewer_actors():
 
 
 @pytest.mark.parametrize(
-    ("free", "told"),
+    ("free", "reported"),
     [("", "no node is left for another actor"), ("n has 0 free CPUs", "no node has room for another actor (n has 0")],
 )
-def test_why_no_actor_comes_is_told_of_each_node_that_there_is(monkeypatch, free, told):
+def test_why_no_actor_comes_is_told_of_each_node_that_there_is(monkeypatch, free, reported):
     monkeypatch.setattr("raypar.job.recover.restarts.free_cpus_text", lambda: free)
-    assert why_no_room(SimpleNamespace(pending=[])).startswith(told)
+    assert why_no_room(SimpleNamespace(pending=[])).startswith(reported)

@@ -211,8 +211,8 @@ def test_other_layers_of_the_users_own_are_told_in_one_sentence():
     one = "weight 'layers.0.bias' is not in it"
     faults = _of_own_layers([one, "weight 'layers.0.weight' is not in it", "'optim.x' belongs to another model"])
     fix = "give the layers that were saved, or leave resume out to begin anew"
-    told = f"your own layers are not those that were saved: {one}, and so on, 2 weights in all: {fix}"
-    assert faults == [told]
+    reported = f"your own layers are not those that were saved: {one}, and so on, 2 weights in all: {fix}"
+    assert faults == [reported]
     assert _of_own_layers(["'buffers.x' is not in it"]) == ["'buffers.x' is not in it"]
 
 
@@ -248,7 +248,7 @@ def test_what_may_change_is_said(trained, caplog):
 
 
 @pytest.mark.parametrize(
-    ("taken", "before", "steps", "told"),
+    ("taken", "before", "steps", "reported"),
     [
         (30, 30, 60, ["jumps from 0.000103 in step 30 to 0.000574 in step 31: its curve is that of 60 steps now, and"]),
         (15, 30, 60, ["jumps from 0.00065 in step 15 to 0.000893 in step 16"]),
@@ -257,10 +257,12 @@ def test_what_may_change_is_said(trained, caplog):
         (0, 30, 60, []),
     ],
 )
-def test_a_rate_that_jumps_is_said(taken, before, steps, told):
+def test_a_rate_that_jumps_is_said(taken, before, steps, reported):
     run = tiny(optim=rp.AdamW(lr=1e-3, warmup=2, decay="cosine", final=0.1), steps=steps)
     found = [*rate_jumps(run, taken, before)]
-    assert len(found) == len(told) and all(text in fault for text, fault in zip(told, found, strict=True)), found
+    assert len(found) == len(reported) and all(text in fault for text, fault in zip(reported, found, strict=True)), (
+        found
+    )
 
 
 def test_more_steps_say_so_where_a_run_goes_on(trained, caplog):
@@ -320,14 +322,14 @@ def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
     run = trained[0].parent
     steps, taken = faults_of(tiny(folder=str(run), steps=0))
     assert steps == "steps is 0: it must be at least 1"
-    told = (
+    reported = (
         "that is under way: end that one first, or give another folder",  # by the job of these tests
         f"already (run.toml): resume it with --resume {run} (in Python launch(run, resume=...)), replace it with "
         "--overwrite (overwrite=True), or give another folder",
     )
-    assert taken in [f"folder {str(run)!r} holds a run {rest}" for rest in told]
+    assert taken in [f"folder {str(run)!r} holds a run {rest}" for rest in reported]
     assert faults_of(tiny(folder=str(run)), resume=trained[0] / "step-00000003") in (
-        [f"folder {str(run)!r} holds a run {told[0]}"],
+        [f"folder {str(run)!r} holds a run {reported[0]}"],
         [
             f"folder {str(trained[0])!r} has 'step-00000006', and this run begins at step 4: resume from it "
             "(end the run that writes there first, if one does), or give another folder"

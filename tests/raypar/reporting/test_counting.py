@@ -40,10 +40,10 @@ def test_a_program_reads_both_numbers():
 
 
 def test_a_model_is_told_by_its_sizes_and_what_is_not_its_default():
-    told = in_brief(GPT(hidden=32, heads=4, moe=MoE(experts=8)))
-    assert told.startswith("GPT(layers=8, hidden=32, heads=4, seq=256, ")
-    assert "moe=MoE(experts=8, " in told
-    assert not any(usual in told for usual in ("dropout", "rope_base", "kind", "attention", "None"))
+    reported = in_brief(GPT(hidden=32, heads=4, moe=MoE(experts=8)))
+    assert reported.startswith("GPT(layers=8, hidden=32, heads=4, seq=256, ")
+    assert "moe=MoE(experts=8, " in reported
+    assert not any(usual in reported for usual in ("dropout", "rope_base", "kind", "attention", "None"))
     assert in_brief(Layers(list, len)).startswith("Layers(fn=list, loss=len")
     assert "plan" not in in_brief(Layers(list, len))
     assert "plan={'a': 'row'}" in in_brief(Layers(list, print, plan={"a": "row"}))

@@ -68,8 +68,10 @@ def test_the_line_of_a_step_has_the_load():
 
 
 def test_trackers_get_numbers_by_name():
-    told = scalars(report(result(dropped=(1, 0))).to_dict())
-    assert {name: told[name] for name in ("train/aux/switch", "train/aux/z", "train/max_load", "train/dropped")} == {
+    reported = scalars(report(result(dropped=(1, 0))).to_dict())
+    assert {
+        name: reported[name] for name in ("train/aux/switch", "train/aux/z", "train/max_load", "train/dropped")
+    } == {
         "train/aux/switch": 12.0,
         "train/aux/z": 12.0,
         "train/max_load": 1.5,

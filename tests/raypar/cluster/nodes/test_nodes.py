@@ -25,9 +25,9 @@ def node(name, cpus, free=None):
 
 def test_nodes_that_differ_or_do_not_answer_are_refused_all_at_once(monkeypatch):
     own = versions_collector()()
-    told = {"id of b": own | {"torch": "1.0"}, "id of c": "it did not answer within 60 s", "id of d": own}
+    reported = {"id of b": own | {"torch": "1.0"}, "id of c": "it did not answer within 60 s", "id of d": own}
     monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
-    monkeypatch.setattr(cluster_nodes, "facts_of", lambda nodes, collector: told)
+    monkeypatch.setattr(cluster_nodes, "facts_of", lambda nodes, collector: reported)
     with pytest.raises(ConfigError) as caught:
         demand_alike([node(name, 1.0) for name in "abcd"])
     first, second = caught.value.faults
@@ -38,8 +38,8 @@ def test_nodes_that_differ_or_do_not_answer_are_refused_all_at_once(monkeypatch)
 
 def test_nodes_that_do_not_see_the_runs_folder_are_refused(monkeypatch, tmp_path):
     def asked_of(nodes, collector):
-        told = collector()
-        return {one.id: {"is_seen": False} if one.name == "c" and "is_seen" in told else told for one in nodes}
+        reported = collector()
+        return {one.id: {"is_seen": False} if one.name == "c" and "is_seen" in reported else reported for one in nodes}
 
     monkeypatch.setattr(cluster_nodes, "own_node", lambda: "id of a")
     monkeypatch.setattr(cluster_nodes, "facts_of", asked_of)

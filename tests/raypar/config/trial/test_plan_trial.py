@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism that leave an actor shapes that do not fit are told before any actor starts."""
+"""Plans of tensor parallelism that leave an actor shapes that do not fit are reported before any actor starts."""
 
 import pytest
 import torch
@@ -72,13 +72,13 @@ def test_uneven_parts_of_the_last_layer_are_told_as_even_ones_are(classes, tp, h
     def labels(step, microbatch, dp):
         return torch.randn(3, 4), torch.zeros(3, dtype=torch.long)
 
-    def told(plan):
+    def reported(plan):
         model = rp.Layers(classifier, nn.functional.cross_entropy, plan=plan)
         return rp.faults(rp.Run(model=model, data=rp.Batches(labels), mesh=rp.Mesh(tp=tp), microbatches=2))
 
-    (found,) = told({"layers.2": "column"})
+    (found,) = reported({"layers.2": "column"})
     assert f"an actor makes {held} outputs, and the loss needs all" in found
     fits = wide % tp == 0
     assert found.endswith("this one 'row_split_input'" if fits else "or leave it out of the plan")
-    assert not told({"layers.2": "row_split_input"}) or not fits
-    assert not told({"layers.0": "column", "layers.2": "row"}), "uneven parts may be what a row takes"
+    assert not reported({"layers.2": "row_split_input"}) or not fits
+    assert not reported({"layers.0": "column", "layers.2": "row"}), "uneven parts may be what a row takes"

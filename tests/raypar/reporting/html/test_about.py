@@ -14,9 +14,9 @@ from tests.raypar.reporting.html.test_report import EVIL, Reader, past, report
 
 def test_the_head_says_when_on_what_and_with_what():
     known = {"raypar": "0.1", "torch": "2.9", "host": "h", "hardware": "2 cores", "started": "2026-11-24T09:54:26+00"}
-    told = "2026-11-24 09:54 \u00b7 h \u00b7 2 cores \u00b7 raypar 0.1, torch 2.9"
-    assert circumstances(past(provenance=known)) == told
-    assert told in Reader(page(past(provenance=known))).texts
+    reported = "2026-11-24 09:54 \u00b7 h \u00b7 2 cores \u00b7 raypar 0.1, torch 2.9"
+    assert circumstances(past(provenance=known)) == reported
+    assert reported in Reader(page(past(provenance=known))).texts
     assert circumstances(past(provenance={})) == ""
 
 

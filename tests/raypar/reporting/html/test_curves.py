@@ -97,29 +97,29 @@ def test_steps_by_hand_have_no_times():
     some = past(lines=[])
     some = replace(some, metrics=[*some.metrics[:2], lines[2]])
     assert [step for step, _ in History.of(some).throughput()] == [1, 2]
-    told = texts(page(some))
-    assert "1 stepped by hand, whose times say nothing of a run" in told
-    assert "time in steps" in told
-    told = texts(page(replace(some, metrics=lines)))
-    assert "time in steps" not in told
-    assert "bubble, median" not in told
+    reported = texts(page(some))
+    assert "1 stepped by hand, whose times say nothing of a run" in reported
+    assert "time in steps" in reported
+    reported = texts(page(replace(some, metrics=lines)))
+    assert "time in steps" not in reported
+    assert "bubble, median" not in reported
 
 
 def test_memory_is_told_by_kind():
     kinds = {"weights": [1 << 20], "gradients": [1 << 20], "optimizer": [2 << 20]}
     run = past()
-    told = Reader(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics]))).tips
+    reported = Reader(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics]))).tips
     rest = "activations, process"
-    assert {"pp=0: weights 1.0 MiB", "pp=0: optimizer 2.0 MiB", f"pp=0: {rest} 1.0 MiB"} <= set(told)
+    assert {"pp=0: weights 1.0 MiB", "pp=0: optimizer 2.0 MiB", f"pp=0: {rest} 1.0 MiB"} <= set(reported)
 
 
 def test_the_process_is_apart_and_what_is_not_in_the_peak_is_left_out():
     kinds = {"weights": [1 << 20], "process": [3 << 20], "offloaded": [9 << 20]}
     run = past()
-    told = Reader(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics])))
-    bars = [tip for tip in told.tips if tip.startswith("pp=0: ")]
+    reported = Reader(page(replace(run, metrics=[{**line, "memory": kinds} for line in run.metrics])))
+    bars = [tip for tip in reported.tips if tip.startswith("pp=0: ")]
     assert bars == ["pp=0: weights 1.0 MiB", "pp=0: activations 1.0 MiB"]
-    assert any("with Python and torch, up to 3.0 MiB" in text for text in told.texts)
+    assert any("with Python and torch, up to 3.0 MiB" in text for text in reported.texts)
 
 
 def test_smoothing_has_no_bias_to_the_first_value_no_lag_and_keeps_gaps():
@@ -209,10 +209,12 @@ def test_a_run_that_is_over_before_its_last_step_says_how_it_ended():
     assert happenings(replace(half, log=[*start, *ended]))[0].text == "stopped with SIGTERM after step 3"
     (failed,) = happenings(replace(half, log=[*start, *log("ERROR pp=0 died")]))
     assert failed.text == "failed after step 3: pp=0 died"
-    told = "the run goes on after step 3 (from memory), with pp=1 replaced, 1.4 s after the failure"
-    survived = log("INFO actors: 2", "INFO step 1/9  loss", "WARNING actor pp=1 died during step 4", f"WARNING {told}")
+    reported = "the run goes on after step 3 (from memory), with pp=1 replaced, 1.4 s after the failure"
+    survived = log(
+        "INFO actors: 2", "INFO step 1/9  loss", "WARNING actor pp=1 died during step 4", f"WARNING {reported}"
+    )
     (mark,) = happenings(past(log=[*survived, *log("INFO step 9/9  loss")]))
-    assert (mark.kind, mark.step, mark.text) == ("resume", 3, f"actor pp=1 died during step 4: {told}")
+    assert (mark.kind, mark.step, mark.text) == ("resume", 3, f"actor pp=1 died during step 4: {reported}")
     grown = "the run is whole again after step 5, with dp=4 of 4, in 0.6 s"
     (mark,) = happenings(past(log=[*survived[:2], *log(f"WARNING {grown}", "INFO step 9/9  loss")]))
     assert (mark.kind, mark.step, mark.text) == ("resume", 5, grown)

@@ -101,8 +101,8 @@ def nothing(**changes):
 
 def test_the_page_shows_all_of_a_run():
     read = Reader(page(past()))
-    told = set(read.texts)
-    assert {"4 of 4", "1.2500", "1.5000", "2,000", "12.5%", "3.0 MiB", "6.4 s"} <= told
+    reported = set(read.texts)
+    assert {"4 of 4", "1.2500", "1.5000", "2,000", "12.5%", "3.0 MiB", "6.4 s"} <= reported
     titles = [
         "Loss", "Learning rate", "Gradient norm before clipping", "Perplexity", "Tokens seen", "Tokens/s", "Bubble",
         "Model FLOP/s of an actor", "Measured over predicted", "Peak memory", "Messages", "Checkpoints", "Provenance",
@@ -110,7 +110,7 @@ def test_the_page_shows_all_of_a_run():
     ]  # fmt: skip
     assert [text for text in read.texts if text in titles][-len(titles) :] == titles
     assert "step 4: train, smoothed 1.654, train, every step 1.25, validation 1.5" in read.tips
-    assert "0F0 on pp=0, predicted: 0 ms to 50.0 ms" in told
+    assert "0F0 on pp=0, predicted: 0 ms to 50.0 ms" in reported
     assert {
         "pp send",
         "1,235",
@@ -122,7 +122,7 @@ def test_the_page_shows_all_of_a_run():
         "99",
         "sound",
         "optim.lr",
-    } <= told
+    } <= reported
     assert read.tags.count("mark") == 3  # its legend, steps, microbatches
     links = [value.removeprefix("#") for name, value in read.attributes if name == "href"]
     assert links == [value for name, value in read.attributes if name == "id"], "contents"
@@ -166,9 +166,9 @@ def test_whatever_a_run_is_called_is_inert():
 
 
 def test_a_run_without_figures_says_so():
-    told = Reader(page(nothing())).texts
-    assert told.count("No step was taken yet.") == 2
-    assert {"No step was measured.", "None.", "0 of 4"} <= set(told)
+    reported = Reader(page(nothing())).texts
+    assert reported.count("No step was taken yet.") == 2
+    assert {"No step was measured.", "None.", "0 of 4"} <= set(reported)
 
 
 def test_a_run_of_one_step_and_one_that_lost_its_loss_have_a_page():
@@ -312,9 +312,9 @@ def test_of_a_damaged_folder_the_rest_is_shown_and_every_fault_is_told(folder, c
     (folder / "ledger.json").write_text("{")
     (folder / "timeline.json").write_text("[]")
     assert run_command(["report", str(folder)]) == 0
-    first, *told = capsys.readouterr().out.splitlines()
+    first, *reported = capsys.readouterr().out.splitlines()
     assert first == f"written: {folder / 'report.html'}"
-    assert [re.match(rf"could not be read: {folder}: (\S+)", line)[1] for line in told] == [
+    assert [re.match(rf"could not be read: {folder}: (\S+)", line)[1] for line in reported] == [
         "timeline.json",
         "ledger.json",
     ]
@@ -327,9 +327,9 @@ def test_of_a_damaged_folder_the_rest_is_shown_and_every_fault_is_told(folder, c
 def test_the_predicted_step_is_that_of_the_prediction_with_its_source():
     measured = past().timelines[0]
     prediction = from_steps(measured, [])
-    told = Overlay(measured, prediction.timeline, prediction.source).titles[1]
-    assert told in " ".join(" ".join(Reader(page(past())).texts).split()), "the picture has it, in lines that fit"
-    assert f"bubble {prediction.timeline.bubble:.1%}" in told and told.endswith(f"({prediction.source})")
+    reported = Overlay(measured, prediction.timeline, prediction.source).titles[1]
+    assert reported in " ".join(" ".join(Reader(page(past())).texts).split()), "the picture has it, in lines that fit"
+    assert f"bubble {prediction.timeline.bubble:.1%}" in reported and reported.endswith(f"({prediction.source})")
 
 
 def test_files_that_cannot_be_written_are_mistakes(folder, tmp_path, capsys):
@@ -337,9 +337,9 @@ def test_files_that_cannot_be_written_are_mistakes(folder, tmp_path, capsys):
     assert run_command(["report", str(folder), "-o", str(tmp_path / "no" / "a.html")]) == 2
     (folder / "timeline.json").unlink()
     assert run_command(["trace", str(folder)]) == 2
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     for why in ("is a folder: give a file", "there is no folder", "has no measured step"):
-        assert why in told
+        assert why in reported
 
 
 @pytest.mark.parametrize("command", ["report", "trace"])

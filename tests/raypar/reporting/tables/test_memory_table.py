@@ -228,8 +228,8 @@ def test_what_is_offloaded_counts_where_it_is(monkeypatch, tmp_path, capsys):
 
 def test_checkpoints_are_counted_from_the_step_that_a_run_goes_on_after(tmp_path):
     run = rp.Run(steps=10, save_every=4, folder=str(tmp_path))
-    told = [needs_of(run, step)["checkpoints"].split(" of about")[0].split(": ")[1] for step in (0, 3, 4)]
-    assert told == ["3", "3", "2"], "after 4, 8 and 10; those of the run before may be in another folder"
+    reported = [needs_of(run, step)["checkpoints"].split(" of about")[0].split(": ")[1] for step in (0, 3, 4)]
+    assert reported == ["3", "3", "2"], "after 4, 8 and 10; those of the run before may be in another folder"
     assert ": 1; " in needs_of(run, 9)["checkpoints"]
 
 

@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation into this folder: ``python docs/pictures/make.py``, or ``make pictures``."""
+"""The diagrams of docs/pictures, and the pictures of schedules there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypar.schedules import CATALOG, Costs, Schedule, Timeline, build, gather_w
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.palette import color
 
-FOLDER = Path(__file__).parent
+_STYLE = Path(__file__).with_name("diagram.css")
 WIDTH = 760  # of a diagram: about that of a page's column
 BLUE, GREEN, PINK, ORANGE = (color(op) for op in (Op.F, Op.B, Op.I, Op.W))
 FAMILIES = {  # by family, the one that is drawn
@@ -32,7 +32,7 @@ class Diagram:
 
     Attributes:
         title: Its name, for those who can't see it.
-        what: What it shows, likewise.
+        what: What it shows, for the same readers.
         height: Its height.
         parts: The elements.
     """
@@ -73,7 +73,7 @@ class Diagram:
                 head,
                 f"<title>{html.escape(self.title)}</title>",
                 f"<desc>{html.escape(self.what)}</desc>",
-                f"<style>{(FOLDER / 'diagram.css').read_text()}</style>",
+                f"<style>{_STYLE.read_text()}</style>",
                 '<marker id="head" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
                 '<path class="head" d="M0 0L9 4L0 8z"/></marker>',
                 f'<rect class="paper" width="{WIDTH}" height="{self.height}" rx="8"/>',
@@ -313,8 +313,3 @@ def pictures() -> dict[str, Callable[[], str]]:
         "lowered.svg": lambda: svg(lower(build("1f1b", 3, 4))) + "\n",
         "gathers.svg": lambda: svg(simulate(gathered, Costs(unshard=0.5))) + "\n",
     }
-
-
-if __name__ == "__main__":
-    for file, draw in pictures().items():
-        (FOLDER / file).write_text(draw(), encoding="utf-8")
