@@ -1,7 +1,12 @@
-"""What mkdocs calls while it makes the site: search ranks the guides before the reference and the decisions."""
+"""What mkdocs calls while it makes the site.
+
+Search ranks the guides before the reference and the decisions. The first page of the reference links every name.
+"""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 _BOOST = {  # by folder or page; 2 for the others
@@ -15,12 +20,27 @@ _BOOST = {  # by folder or page; 2 for the others
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Give a page its weight in the search.
+    """Give a page its weight in the search, and the reference's first page its links.
 
     Args:
-        markdown: The text of the page, which stays as it is.
+        markdown: The text of the page.
         page: The page, of mkdocs.
+
+    Returns:
+        The text, on the reference's first page with the names of its table as links.
     """
     first = page.file.src_uri.partition("/")[0]
     page.meta.setdefault("search", {"boost": _BOOST.get(first, 2)})
-    return markdown
+    if page.file.src_uri != "reference/index.md":
+        return markdown
+    folder = Path(page.file.abs_src_path).parent
+    return re.sub(r"^\| \[.*?\]\((\w+\.md)\) .*$", lambda row: _linked(row, folder), markdown, flags=re.MULTILINE)
+
+
+def _linked(row: re.Match[str], folder: Path) -> str:
+    """Return a row of a table, in which each name that its page describes is a link to it."""
+    text, page = row[0], row[1]
+    for path in re.findall(r"^::: (\S+)$", (folder / page).read_text(), re.MULTILINE):
+        name = path.rpartition(".")[2]
+        text = text.replace(f"`{name}`", f"[`{name}`]({page}#{path})")
+    return text
