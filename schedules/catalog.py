@@ -95,6 +95,7 @@ _TABLE = {  # ``register`` adds to it, in this process only
 }
 
 CATALOG: Mapping[str, Entry] = MappingProxyType(_TABLE)
+"""The schedules by name, registered ones too."""
 
 
 def register(

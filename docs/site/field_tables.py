@@ -14,8 +14,9 @@ import griffe
 class FieldTables(griffe.Extension):
     """Write the fields, attributes and properties of every class into tables of its docstring.
 
-    Fields have a table of types, defaults and meanings, inherited ones too, with the types' aliases written out.
-    Attributes and properties whose docstring is a sentence have another. None of them has a heading then.
+    Fields have a table of types, defaults and descriptions, inherited ones too. Attributes and properties whose
+    docstring is text alone have another. None of them has a heading then. In these tables and in those of functions'
+    arguments, the aliases of types are written out.
     """
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
@@ -24,19 +25,40 @@ class FieldTables(griffe.Extension):
         Args:
             pkg: The package, with its submodules, after griffe's own work on dataclasses.
         """
-        tables = [(one, *_tables(one)) for one in _classes(pkg) if one.docstring]
+        objects = list(_objects(pkg))
+        tables = [(one, *_tables(one)) for one in objects if one.is_class]
+        for function in objects:
+            if function.is_function:
+                _write_out(function)
         for one, sections, names in tables:
             one.docstring.parsed = sections
             for name in names & one.members.keys():
                 del one.members[name]
 
 
-def _classes(parent: griffe.Module | griffe.Class) -> Iterator[griffe.Class]:
+def _objects(parent: griffe.Module | griffe.Class) -> Iterator[griffe.Class | griffe.Function]:
+    """Yield the classes, functions and methods that have docstrings."""
     for member in parent.members.values():
-        if not member.is_alias and (member.is_module or member.is_class):
-            if member.is_class:
-                yield member
-            yield from _classes(member)
+        if member.is_alias or member.is_attribute:
+            continue
+        if member.docstring and not member.is_module:
+            yield member
+        if not member.is_function:
+            yield from _objects(member)
+
+
+def _write_out(function: griffe.Function) -> None:
+    """Write out the types of a function's arguments, and defaults that have names."""
+    for section in function.docstring.parsed:
+        if section.kind is griffe.DocstringSectionKind.parameters:
+            for row in section.value:
+                row.annotation, row.value = written_out(row.annotation), _number(row.value)
+
+
+def _number(default: griffe.Expr | str | None) -> griffe.Expr | str | None:
+    """Return the number that a constant's name is short for, else the default as it is."""
+    value = _value_of_alias(default) if isinstance(default, griffe.ExprName) else None
+    return value if isinstance(value, str) else default
 
 
 def _tables(owner: griffe.Class) -> tuple[list[griffe.DocstringSection], set[str]]:
@@ -47,7 +69,10 @@ def _tables(owner: griffe.Class) -> tuple[list[griffe.DocstringSection], set[str
     fields = [row for row in fields if row.description]
     names = {row.name for row in fields}
     others = [row for name, row in listed.items() if name not in names]
-    others += [_attribute(one) for one in owner.all_members.values() if _is_brief(one) and one.name not in names | set(listed)]
+    for row in others:  # griffe takes the type of the row above where an attribute has none
+        row.annotation = written_out(getattr(owner.all_members.get(row.name), "annotation", None))
+    names |= {row.name for row in others}
+    others += [_attribute(one) for one in owner.all_members.values() if _is_brief(one) and one.name not in names]
     at = 1 if sections and sections[0].kind is griffe.DocstringSectionKind.text else 0
     if others:
         sections.insert(at, griffe.DocstringSectionAttributes(others))
@@ -69,7 +94,7 @@ def _row(field: griffe.Parameter | griffe.Attribute, listed: dict[str, Any]) -> 
     value = field.value if isinstance(field, griffe.Attribute) else field.default
     about = listed[field.name].description if field.name in listed else getattr(field.docstring, "value", "")
     return griffe.DocstringParameter(
-        name=field.name, description=about, annotation=written_out(field.annotation), value=value
+        name=field.name, description=about, annotation=written_out(field.annotation), value=_number(value)
     )
 
 
@@ -94,7 +119,7 @@ def written_out(kind: Any) -> Any:
     """
     if isinstance(kind, griffe.ExprName):
         value = _value_of_alias(kind)
-        return kind if value is None else written_out(value)
+        return kind if value is None or isinstance(value, str) else written_out(value)
     if isinstance(kind, griffe.ExprBinOp):
         return griffe.ExprBinOp(written_out(kind.left), kind.operator, written_out(kind.right))
     if isinstance(kind, griffe.ExprTuple):
@@ -109,15 +134,15 @@ def written_out(kind: Any) -> Any:
     return griffe.ExprSubscript(kind.left, written_out(kind.slice))
 
 
-def _value_of_alias(name: griffe.ExprName) -> griffe.Expr | None:
-    """Return what a name of a type is short for; None where it is a class, or not of this package."""
+def _value_of_alias(name: griffe.ExprName) -> griffe.Expr | str | None:
+    """Return what a name of a type or of a number is short for; None where it is a class, or not of this package."""
     try:
         target = name.parent.modules_collection[name.canonical_path]
         target = target.final_target if target.is_alias else target
     except (AttributeError, KeyError, griffe.GriffeError):
         return None
     value = target.value if target.is_attribute else None
-    return value if isinstance(value, griffe.ExprSubscript | griffe.ExprBinOp) else None
+    return value if isinstance(value, str | griffe.ExprSubscript | griffe.ExprBinOp) else None
 
 
 def _bounded(number: Any, bounds: Sequence[Any]) -> Any:
