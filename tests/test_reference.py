@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -157,6 +158,12 @@ def test_names_of_the_first_page_become_links(tmp_path):
     row = "| [Runs](run.md) | `Run`, `other` |"
     linked = "| [Runs](run.md) | [`Run`](run.md#raypar.actors.specs.run.Run), `other` |"
     assert re.sub(r"^\| \[.*?\]\((\w+\.md)\) .*$", lambda match: hooks._linked(match, tmp_path), row) == linked
+
+
+def test_bars_in_the_code_of_tables_lose_the_backslash_that_github_wants():
+    page = SimpleNamespace(meta={}, file=SimpleNamespace(src_uri="runs.md"))
+    text = "`a\\|b`\n\n| one | `a\\|b\\|c` | d\\|e |\n"
+    assert _loaded("hooks").on_page_markdown(text, page=page) == "`a\\|b`\n\n| one | `a|b|c` | d\\|e |\n"
 
 
 @pytest.fixture(scope="module")

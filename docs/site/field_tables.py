@@ -1,4 +1,4 @@
-"""What griffe calls once it has read the package: a class has one table of its fields, in place of a heading for each."""
+"""What griffe calls once it has read the package: a class has one table of its fields, no heading for each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import griffe
 
+_FIRST = (griffe.DocstringSectionKind.text, griffe.DocstringSectionKind.parameters)  # of a docstring, then its tables
 
 
 class FieldTables(griffe.Extension):
@@ -26,10 +27,9 @@ class FieldTables(griffe.Extension):
             pkg: The package, with its submodules, after griffe's own work on dataclasses.
         """
         objects = list(_objects(pkg))
+        for one in objects:
+            _write_out(one)
         tables = [(one, *_tables(one)) for one in objects if one.is_class]
-        for function in objects:
-            if function.is_function:
-                _write_out(function)
         for one, sections, names in tables:
             one.docstring.parsed = sections
             for name in names & one.members.keys():
@@ -47,9 +47,9 @@ def _objects(parent: griffe.Module | griffe.Class) -> Iterator[griffe.Class | gr
             yield from _objects(member)
 
 
-def _write_out(function: griffe.Function) -> None:
-    """Write out the types of a function's arguments, and defaults that have names."""
-    for section in function.docstring.parsed:
+def _write_out(called: griffe.Function | griffe.Class) -> None:
+    """Write out the types of the arguments of a function or a class, and defaults that have names."""
+    for section in called.docstring.parsed:
         if section.kind is griffe.DocstringSectionKind.parameters:
             for row in section.value:
                 row.annotation, row.value = written_out(row.annotation), _number(row.value)
@@ -73,12 +73,13 @@ def _tables(owner: griffe.Class) -> tuple[list[griffe.DocstringSection], set[str
         row.annotation = written_out(getattr(owner.all_members.get(row.name), "annotation", None))
     names |= {row.name for row in others}
     others += [_attribute(one) for one in owner.all_members.values() if _is_brief(one) and one.name not in names]
-    at = 1 if sections and sections[0].kind is griffe.DocstringSectionKind.text else 0
-    if others:
-        sections.insert(at, griffe.DocstringSectionAttributes(others))
+    first = [one for one in sections if one.kind in _FIRST]
     if fields:
-        sections.insert(at, griffe.DocstringSectionParameters(fields, title="Fields:"))
-    return sections, names | {row.name for row in others}
+        first.append(griffe.DocstringSectionParameters(fields, title="Fields:"))
+    if others:
+        first.append(griffe.DocstringSectionAttributes(others))
+    last = [one for one in sections if one.kind not in _FIRST]
+    return first + last, names | {row.name for row in others}
 
 
 def _fields(owner: griffe.Class) -> Sequence[griffe.Parameter | griffe.Attribute]:
@@ -135,7 +136,7 @@ def written_out(kind: Any) -> Any:
 
 
 def _value_of_alias(name: griffe.ExprName) -> griffe.Expr | str | None:
-    """Return what a name of a type or of a number is short for; None where it is a class, or not of this package."""
+    """Return what a name of a type or of a number is short for; None for a class, or outside of this package."""
     try:
         target = name.parent.modules_collection[name.canonical_path]
         target = target.final_target if target.is_alias else target
@@ -147,7 +148,9 @@ def _value_of_alias(name: griffe.ExprName) -> griffe.Expr | str | None:
 
 def _bounded(number: Any, bounds: Sequence[Any]) -> Any:
     """Return a number's type with its bounds, as 0 ≤ float < 1, but for those that only keep errors out."""
-    limits = {str(one.function): ", ".join(map(str, one.arguments)) for one in bounds if isinstance(one, griffe.ExprCall)}
+    limits = {
+        str(one.function): ", ".join(map(str, one.arguments)) for one in bounds if isinstance(one, griffe.ExprCall)
+    }
     limits = {name: limit for name, limit in limits.items() if re.fullmatch(r"-?[\d.]{1,6}", limit)}
     least = [f"{limits[name]} {sign} " for name, sign in (("Ge", "≤"), ("Gt", "<")) if name in limits]
     most = [f" {sign} {limits[name]}" for name, sign in (("Le", "≤"), ("Lt", "<")) if name in limits]

@@ -1,6 +1,7 @@
 """What mkdocs calls while it makes the site.
 
-Search ranks the guides before the reference and the decisions. The first page of the reference links every name.
+Search ranks the guides before the reference and the decisions. The first page of the reference links every name. In
+tables GitHub wants `a\\|b` for a bar in code, where Python-Markdown shows the backslash.
 """
 
 from __future__ import annotations
@@ -20,21 +21,26 @@ _BOOST = {  # by folder or page; 2 for the others
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Give a page its weight in the search, and the reference's first page its links.
+    """Give a page its weight in the search, its tables their bars, and the reference's first page its links.
 
     Args:
         markdown: The text of the page.
         page: The page, of mkdocs.
 
     Returns:
-        The text, on the reference's first page with the names of its table as links.
+        The text, without backslashes in tables' code, and on the reference's first page with names as links.
     """
     first = page.file.src_uri.partition("/")[0]
     page.meta.setdefault("search", {"boost": _BOOST.get(first, 2)})
+    markdown = re.sub(r"^\|.*", lambda row: _without_backslashes(row[0]), markdown, flags=re.MULTILINE)
     if page.file.src_uri != "reference/index.md":
         return markdown
     folder = Path(page.file.abs_src_path).parent
     return re.sub(r"^\| \[.*?\]\((\w+\.md)\) .*$", lambda row: _linked(row, folder), markdown, flags=re.MULTILINE)
+
+
+def _without_backslashes(row: str) -> str:
+    return re.sub(r"`[^`]+`", lambda code: code[0].replace("\\|", "|"), row)
 
 
 def _linked(row: re.Match[str], folder: Path) -> str:

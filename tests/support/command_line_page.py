@@ -22,10 +22,12 @@ HEAD = """\
 
 <!-- made by python -m tests.support.command_line_page from raypar/cli/commands.py and the classes of its arguments -->
 
-Every command of `raypar`, its words and its flags; `raypar COMMAND --help` prints those that most people use,
-`--help all` all of them in groups, and `--help zero` those about a subject. In TOML files and in Python a flag
+After this page you know every command of `raypar` and its flags. `raypar COMMAND --help` prints those that most people
+use, `--help all` all of them in groups, and `--help zero` those about a subject. In TOML files and in Python a flag
 `--mesh.pp 2` is the field `mesh.pp` of [Run](run.md).
+"""
 
+SHELLS = """\
 Shells complete commands, flags, their words, recipes, schedules and files once they have a script for it, which is
 read when it is first needed:
 
@@ -41,7 +43,7 @@ read when it is first needed:
 
 def page() -> str:
     """Return the text of the page."""
-    return "\n".join([HEAD, *_commands(), *_shared(), *_exit_codes()]).rstrip() + "\n"
+    return "\n".join([HEAD, *_overview(), *_commands(), *_shared(), *_exit_codes()]).rstrip() + "\n"
 
 
 def _help_rows() -> list[tuple[str, str]]:
@@ -49,14 +51,31 @@ def _help_rows() -> list[tuple[str, str]]:
     return re.findall(r"^  (\S.*?)  +(\S.*)$", text, re.MULTILINE)
 
 
+def _usages() -> list[tuple[str, str]]:
+    return [(usage, about) for usage, about in _help_rows() if usage.startswith("raypar ")]
+
+
+def _overview() -> Iterator[str]:
+    """Yield a table of the commands, each once, as links to their sections."""
+    yield "| command | what it does |\n|---|---|"
+    rows = dict[str, str]()
+    for usage, about in _usages():
+        name, part = [*usage.split()[1:], ""][:2]
+        if name in COMMANDS:
+            words = f"{name} {part}" if part and part in COMMANDS[name].arguments else name
+            rows.setdefault(words, about)
+    yield from (f"| [`{words}`](#{words.replace(' ', '-')}) | {_cell(about)} |" for words, about in rows.items())
+    yield ""
+
+
 def _commands() -> Iterator[str]:
     seen = dict[str, str]()  # names of commands by the classes of their arguments
-    usages = [(usage, about) for usage, about in _help_rows() if usage.startswith("raypar ")]
     for name, command in COMMANDS.items():
         yield f"## {name}\n"
-        yield "| command | what it does |\n|---|---|"
-        yield from (f"| {_code(usage)} | {_cell(about)} |" for usage, about in usages if usage.split()[1] == name)
+        yield from (f"- `{usage}`: {_cell(about)}" for usage, about in _usages() if usage.split()[1] == name)
         yield ""
+        if name == "completion":
+            yield SHELLS
         for part, where in command.arguments.items():
             kind = pkgutil.resolve_name(f"raypar.cli.{where}")
             if part:

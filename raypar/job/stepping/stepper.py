@@ -40,13 +40,6 @@ class Stepper:
     bitwise if each stage runs its backwards in the order of the microbatches. Weights change only in the STEP, and
     ``rewind`` undoes even that. Wrong arguments of methods raise a ConfigError.
 
-    Args:
-        loaded: The run.
-        device: The kind of device that its actors compute on.
-        step: The number of the step, counted from 0.
-        guard: Makes a call to the actors, and handles its failure as the job does.
-        commit: Called when the step is complete, with the actors' results and the step's seconds; returns its report.
-
     Attributes:
         schedule: The schedule of this step: the job's, or the one of the last ``swap``.
         step: The number of the step, counted from 0; texts count from 1.
@@ -61,6 +54,16 @@ class Stepper:
         guard: Callable[[Callable[[], Any]], Any],
         commit: Callable[[list[StepResult], float], Report],
     ) -> None:
+        """Begin the step on the actors. A job does so in ``job.stepper()``.
+
+        Args:
+            loaded: The run.
+            device: The kind of device that its actors compute on.
+            step: The number of the step, counted from 0.
+            guard: Makes a call to the actors, and handles its failure as the job does.
+            commit: Called when the step is complete, with the actors' results and the step's seconds; returns its
+                report.
+        """
         self.step = step
         self._loaded, self._board = loaded, Board(loaded.schedule)
         self._guard = guard
