@@ -66,6 +66,10 @@ class Span(NamedTuple):
 
     start: float = 0.0
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the first."""
+
 
 class Held:
     """One thing.
@@ -203,6 +207,7 @@ def test_a_dataclass_has_one_table_of_its_fields_with_their_types_written_out(pa
 
 def test_fields_of_a_named_tuple_and_attributes_have_tables_too(package):
     assert _table(package["Span"], "parameters") == [("start", "float", "0.0", "When it starts.")]
+    assert _table(package["Span"], "attributes") == [("is_first", "bool", None, "Whether it is the first.")]
     assert _table(package["Held"], "attributes") == [
         ("first", "Settings", None, "The first."),
         ("second", "None", None, "Which has no type."),

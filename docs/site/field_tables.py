@@ -87,7 +87,8 @@ def _fields(owner: griffe.Class) -> Sequence[griffe.Parameter | griffe.Attribute
     if "dataclass" in owner.labels and "__init__" in owner.members:
         return list(owner.members["__init__"].parameters)[1:]
     if any(str(base) == "NamedTuple" for base in owner.bases):
-        return [one for one in owner.members.values() if one.is_attribute and one.annotation is not None]
+        attributes = (one for one in owner.members.values() if one.is_attribute and "property" not in one.labels)
+        return [one for one in attributes if one.annotation is not None]
     return []
 
 
