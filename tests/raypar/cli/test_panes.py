@@ -225,6 +225,36 @@ def test_a_table_of_memory_fits_its_terminal(monkeypatch):
         assert printed().count("1.0 GiB / 1 MiB") == 2 * len(KINDS)
 
 
+TABLES = {
+    "gallery": "one microbatch at a time; the reference",
+    "compare 1f1b zb-h1 pipedream interleaved": "messages a rank sends in a step, at most  16",
+    "simulate interleaved --ranks 2 --microbatches 4 --gather step --weights-mib 100": "200.0",
+    "recipes": "a run of minutes on two CPU cores",
+    "plan moe-tiny --mesh.dp 4 --mesh.ep 2": "{0, 1, 2, 3}",
+}
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120])
+@pytest.mark.parametrize("words", TABLES)
+def test_columns_of_a_table_fit_their_terminal(monkeypatch, words, columns):
+    with pane(monkeypatch, columns) as printed:
+        assert cli.run_command(words.split()) == 0
+    with pane(monkeypatch, 1_000) as wide:
+        assert cli.run_command(words.split()) == 0
+    assert not broken(printed(), columns)
+    lines, whole = shown(printed(), 1_000), shown(wide(), 1_000)
+    assert {*" ".join(whole).split()} <= {*" ".join(lines).split()}, "no word is lost or broken"
+    assert TABLES[words] in " ".join(" ".join(lines).split()) or TABLES[words] in "\n".join(lines)
+    for line in whole[1:4] if words == "gallery" else ():
+        name, text = line[:20].rstrip(), line.split("  ")[-1].strip()
+        at = next(number for number, one in enumerate(lines) if one.startswith(f"{name}  "))
+        column = lines[at].find(text[:5]) if columns > 60 else 4
+        for word_line in lines[at + 1 :]:
+            if word_line[:1] != " ":
+                break
+            assert len(word_line) - len(word_line.lstrip()) == column, "further lines are in the column of the first"
+
+
 def test_a_letter_that_the_output_can_not_have_is_spelled(tmp_path):
     (tmp_path / "schön.csv").write_text("0F0,0B0\n")
     words = [sys.executable, "-m", "raypar", "check", str(tmp_path / "schön.csv")]
