@@ -17,6 +17,7 @@ from markupsafe import Markup
 from raypar.reporting.html.markup import concatenated, element
 from raypar.schedules.drawing.svg import ticks
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.formatting import percentage
 
 Point = tuple[float, float]
 WIDTH, HEIGHT = 1000, 200  # units of a plot, which is stretched
@@ -100,6 +101,7 @@ def line_chart(
     zero: bool = False,
     marks: Sequence[Mark] = (),
     named: bool = False,
+    unit: str = "",
 ) -> Markup:
     """Draw lines over steps, with a legend if there are several.
 
@@ -109,6 +111,7 @@ def line_chart(
         zero: Whether the value axis includes 0.
         marks: What happened to the run.
         named: Whether a single line has a legend too.
+        unit: That of the values, for a file of them, if neither the lines nor the title name it; shares have one.
 
     Returns:
         The chart, or a note if there are no finite values.
@@ -143,6 +146,7 @@ def line_chart(
         element("div", *_steps(frame), class_="steps"),
         class_="chart",
         data_range=json.dumps([frame.first, frame.last]),
+        data_unit=unit or ("share of 1" if spelled is percentage else ""),
         data_lines=json.dumps([line.figures(spelled) for line in lines]),
     )
     return concatenated(chart, _legend(lines if named or len(lines) > 1 else []))

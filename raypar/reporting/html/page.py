@@ -45,7 +45,7 @@ def losses(history: History, marks: Sequence[Mark]) -> Markup:
     lines = [ChartLine("train, smoothed", smoothed(points)), ChartLine("train, every step", points, faint=True)]
     if history.evaluations:
         lines.append(ChartLine("validation", history.validation(), "two"))
-    drawn = line_chart(lines, significant, marks=marks)
+    drawn = line_chart(lines, significant, marks=marks, unit="nats" if history.has_perplexity else "")
     text = note("Smoothed: moving averages from both sides, each over a twentieth of the steps, at least 5.")
     return section("Loss", drawn, text) if history.steps else section("Loss", note(_NONE))
 
