@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.page import page
-from tests.raypar.reporting.html.test_report import past
+from tests.raypar.reporting.html.test_report import past, report
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'raypar[dev]'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -52,6 +53,14 @@ def test_a_file_has_a_column_for_each_line_with_its_unit(saved):
     assert first[:3] == ["1", "4096", "1.6"] and first[4:] == ["5", ""], "no validation after step 1"
     assert last[0] == "4" and last[5] == "1.5"
     assert all(len(row) == len(rows[0]) for rows in files.values() for row in rows)
+
+
+def test_a_file_of_a_long_run_has_all_lines_at_each_of_its_steps(saved):
+    losses = [5.0 / (step + 1) + math.sin(37 * step) for step in range(2_000)]
+    head, *rows = saved(page(past(metrics=[report(step, loss=loss) for step, loss in enumerate(losses)])))["loss.csv"]
+    assert head[3:] == ["Loss: train, smoothed (nats)", "Loss: train, every step (nats)"]
+    assert 600 <= len(rows) < 2_000 and all(row[3] and row[4] for row in rows)
+    assert {min(losses), max(losses)} <= {float(row[4]) for row in rows}, "none of the peaks is lost"
 
 
 def test_a_comparison_has_a_column_for_each_run(saved):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -61,9 +61,14 @@ class ChartLine:
         dashes = [] if self.dashes is None else [f"dashes-{self.dashes}"]
         return " ".join([self.color, *["faint"] * self.faint, *dashes])
 
-    def figures(self, spelled: Callable[[float], str]) -> dict[str, Any]:
-        """Return what the page's script needs of it: of a long line, its lowest and highest points in each part."""
-        shown = _thinned([(x, y) for x, y in self.points if math.isfinite(y)])
+    @property
+    def finite(self) -> list[Point]:
+        """Its points without the gaps."""
+        return [(x, y) for x, y in self.points if math.isfinite(y)]
+
+    def figures(self, spelled: Callable[[float], str], steps: Container[float]) -> dict[str, Any]:
+        """Return what the page's script needs of it: its points at these steps."""
+        shown = [(x, y) for x, y in self.finite if x in steps]
         return {
             "name": self.name,
             "color": self.color,
@@ -116,7 +121,7 @@ def line_chart(
     Returns:
         The chart, or a note if there are no finite values.
     """
-    values = [y for line in lines for _, y in line.points if math.isfinite(y)]
+    values = [y for line in lines for _, y in line.finite]
     if not values:
         return element("p", "No figures.", class_="note")
     steps = [x for line in lines for x, _ in line.points]
@@ -139,6 +144,7 @@ def line_chart(
         element("span", spelled(value), style=f"top: {frame.y(value) * 100 / HEIGHT:.1f}%")
         for value in ticks(frame.low, frame.high, 5)
     ]
+    kept = {x for line in lines for x, _ in _thinned(line.finite)}  # of long lines; a file has all lines at each
     chart = element(
         "div",
         element("div", *scale, class_="scale"),
@@ -147,7 +153,7 @@ def line_chart(
         class_="chart",
         data_range=json.dumps([frame.first, frame.last]),
         data_unit=unit or ("share of 1" if spelled is percentage else ""),
-        data_lines=json.dumps([line.figures(spelled) for line in lines]),
+        data_lines=json.dumps([line.figures(spelled, kept) for line in lines]),
     )
     return concatenated(chart, _legend(lines if named or len(lines) > 1 else []))
 

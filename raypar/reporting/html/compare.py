@@ -122,7 +122,7 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
         (f"{unit}/s", lambda one: one.throughput(), significant, True),
         ("Bubble", lambda one: one.points("bubble"), percentage, True),
         ("Communication within actions", lambda one: one.points("communication"), percentage, True),
-        (f"{unit} seen", lambda one: one.seen(), significant, True),
+        (f"{unit} seen", lambda one: one.seen(), amount, True),
         ("Model FLOP/s of an actor", lambda one: one.model_flops(), amount, True),
     ]
     nats = "nats" if all(one.history.has_perplexity for one in runs) else ""

@@ -62,7 +62,7 @@ def optimizer(history: History, marks: Sequence[Mark]) -> Markup:
 
 def progress(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw what was seen and, where the loss is a cross-entropy of tokens, the perplexity over steps."""
-    seen = section(f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), significant, marks))
+    seen = section(f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), amount, marks))
     if not history.has_perplexity:
         text = "Left out: the loss is not known to be a cross-entropy of tokens, so that exp(loss) says nothing."
         return _pair(seen, section("Perplexity", note(text)))
