@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.models.skeleton import Skeleton
 from raypar.cli import main as cli
 from raypar.config.run import check_run
@@ -18,9 +19,11 @@ from raypar.log_details import DETAIL
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import display, launching, on_screen
 from raypar.reporting.report import Report
+from raypar.reporting.report_table import Reports
 from raypar.reporting.screen import STYLES, PathFigure, console_of, show_rows, show_text
 from raypar.reporting.summary import brief_head, log_plan
 from raypar.reporting.tables.memory_table import Figure, MemoryTable
+from raypar.reporting.tables.totals import Totals
 from tests.support.panes import pane, shown
 
 STEPS = 1_200
@@ -223,6 +226,17 @@ def test_a_table_of_memory_fits_its_terminal(monkeypatch):
         assert all(len(row) <= columns for row in rows)
         assert sum(row.startswith("pp=1 ") for row in rows) == len(rows) // 3 > 1
         assert printed().count("1.0 GiB / 1 MiB") == 2 * len(KINDS)
+
+
+def test_tables_of_the_repl_fit_their_terminal(monkeypatch):
+    made = Report(0, 2.53591, 0.12345, 1e-3, 256, 1551.4, 1500.0, 0.147, None, (2, 1), MEMORY, loss_scale=65536.0)
+    sent = Totals({"pp=0 dp=0": {("a long axis" * 2, "reduce_scatter"): LedgerEntry(1_234_567, 1 << 40, 3.0)}})
+    for table in (Reports([made] * 3), sent):
+        whole = repr(table).split()
+        for columns in (40, 60, 80):
+            with pane(monkeypatch, columns) as printed:
+                sys.stdout.write(f"{table!r}\n")
+            assert not broken(printed(), columns) and set(whole) == set(printed().split())
 
 
 TABLES = {
