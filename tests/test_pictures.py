@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from raypar.reporting.screen import STYLES
+from tests.schedules.drawing.test_palette import contrast
 from tests.support.pictures.badges import badges
 from tests.support.pictures.benchmarks import benchmarks
 from tests.support.pictures.terminal import Screen, drawn, run_in_terminal
@@ -56,3 +58,21 @@ def test_a_recording_is_of_what_a_program_wrote_in_its_order(tmp_path):
     assert first < second <= first + 0.5
     with pytest.raises(RuntimeError, match="ended with 3"):
         run_in_terminal([sys.executable, "-c", "raise SystemExit(3)"], str(tmp_path))
+
+
+def pale_texts(picture):
+    """The colours of the letters of a recorded terminal that are too near to that of its background."""
+    (ground,) = re.findall(r'<rect fill="(#[0-9a-f]{6})" stroke', picture)
+    inks = re.findall(r"\.terminal-r\d+ \{ fill: (#[0-9a-f]{6})", picture)
+    assert inks
+    return [ink for ink in inks if contrast(ink, ground) < 4.5]
+
+
+def test_letters_of_a_recording_are_not_pale():
+    assert not pale_texts((ROOT / "docs/terminal.svg").read_text())
+    numbers = [re.search(r"\d+", style)[0] for style in STYLES.values()]
+    screen = Screen()
+    screen.write("\r\n".join(f"\x1b[38;5;{number}mtext\x1b[0m" for number in numbers), 0.0)
+    assert not pale_texts(drawn("raypar train", screen))
+    screen.write("\x1b[38;5;240mpale\x1b[0m", 1.0)
+    assert pale_texts(drawn("raypar train", screen)) == ["#585858"]

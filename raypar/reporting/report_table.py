@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import SupportsIndex, overload
 
 from raypar.reporting.report import Report
+from raypar.schedules.drawing.cells import table_in_width
 from raypar.schedules.drawing.notebook import box, notebook_table
-from raypar.schedules.formatting import text_table
 
 _ENDS = 10  # rows at each end of a long table
 _CUT = "..."
@@ -30,7 +30,7 @@ class Reports(list[Report]):
         if not self:
             return "[]"
         heads, rows = self._table()
-        return "\n".join(text_table([heads, *rows]))
+        return "\n".join(table_in_width([heads, *rows]))
 
     def _repr_html_(self) -> str:
         heads, rows = self._table()

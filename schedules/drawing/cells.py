@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from textwrap import wrap
 
+from raypar.schedules.formatting import aligned
 from raypar.schedules.schedule import Schedule
 
 RANKS, ACTIONS = 8, 8  # the size of an excerpt of a larger schedule: ranks and actions
 FITTING = 140  # characters: rows up to this length are shown whole
+_TEXT = 24  # characters: the least width of a column of text
 
 
 def padded(rows: Iterable[Sequence[str]], width: int) -> list[list[str]]:
@@ -32,12 +34,17 @@ def lines(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def lines_in_width(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as ``lines`` does; on a terminal, columns that it has no room for follow below, with their labels.
 
+    A label that leaves no room for any column is a line of its own, above its cells.
+
     Args:
         labels: The labels.
         rows: The cells of each row; those of a column have one length.
     """
     columns, first, found = len(rows[0]) if rows else 0, 0, list[str]()
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    width = _columns()
+    if columns and widest(labels) + 2 + widest(row[0] for row in rows) > width:
+        pairs = zip(labels, rows, strict=True)
+        return [line for label, row in pairs for line in (label, f"  {' '.join(row)}".rstrip()) if line]
     while first < columns:
         after = first + 1
         while (
@@ -47,6 +54,32 @@ def lines_in_width(labels: Sequence[str], rows: Sequence[Sequence[str]]) -> list
         found += lines(labels, [row[first:after] for row in rows])
         first = after
     return found or lines(labels, rows)
+
+
+def table_in_width(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Format a table as ``text_table`` does, on a terminal as ``lines_in_width``: the first column has the labels."""
+    labels, *columns = zip(*aligned(rows), strict=True)
+    return lines_in_width(labels, [*zip(*([f"{cell} " for cell in column] for column in columns), strict=True)])
+
+
+def lines_with_texts(heads: Sequence[str], texts: Sequence[str]) -> list[str]:
+    """Put a text after each line; on a terminal texts are wrapped in their column, or below if that is too narrow.
+
+    Args:
+        heads: The lines, of one length.
+        texts: A text for each of them.
+    """
+    width, margin = _columns(), widest(heads) + 2
+    if width - margin < _TEXT:
+        below = (wrap(text, width, initial_indent="    ", subsequent_indent="    ") for text in texts)
+        return [line.rstrip() for head, text in zip(heads, below, strict=True) for line in (head, *text)]
+    pairs = ((head, wrap(text, width - margin) or [""]) for head, text in zip(heads, texts, strict=True))
+    return [f"{'' if at else head:<{margin}}{piece}".rstrip() for head, text in pairs for at, piece in enumerate(text)]
+
+
+def _columns() -> int:
+    """Return the columns of the terminal that standard output is; of a file or a pipe, as many as there may be."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def excerpt(

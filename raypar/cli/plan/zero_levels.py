@@ -17,7 +17,7 @@ from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.traffic import step_traffic
 from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.action import Op
-from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.cells import lines_in_width
 from raypar.schedules.formatting import aligned, milliseconds, size
 
 _LEVELS: tuple[Zero, ...] = (0, 1, 2, 3)
@@ -44,7 +44,7 @@ def zero_levels_table(run: Run) -> str:
     rows = [list(columns), *([column.get(name, "-") for column in columns.values()] for name in names)]
     table = expert_table(run)
     drawn = [table, ""] if table else []
-    return "\n".join([f"actors: {actors_text(run)}", "", *drawn, *lines(["", *names], aligned(rows, ">"))])
+    return "\n".join([f"actors: {actors_text(run)}", "", *drawn, *lines_in_width(["", *names], aligned(rows, ">"))])
 
 
 def placed(run: Run) -> str:

@@ -21,7 +21,7 @@ from raypar.errors import ConfigError
 from raypar.paths import holds_run
 from raypar.reporting.html.markup import NUMBER, concatenated, document, element, html_table, note, section
 from raypar.schedules.action import SENDS
-from raypar.schedules.drawing.cells import lines
+from raypar.schedules.drawing.cells import lines_in_width
 from raypar.schedules.drawing.text import plain
 from raypar.schedules.formatting import aligned
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -204,7 +204,7 @@ def _rows(sides: Sequence[Side]) -> list[tuple[str, ...]]:
 
 def _table(sides: Sequence[Side]) -> str:
     rows = [("", *(side.word for side in sides)), *_rows(sides)]
-    return "\n".join(lines([row[0] for row in rows], aligned(row[1:] for row in rows)))
+    return "\n".join(lines_in_width([row[0] for row in rows], aligned(row[1:] for row in rows)))
 
 
 def _paragraphs(sides: Sequence[Side]) -> Iterator[tuple[str, list[str]]]:

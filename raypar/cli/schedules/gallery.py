@@ -15,9 +15,10 @@ from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.schedule_flags import cost_faults
 from raypar.reporting.html.markup import BELOW, NUMBER, concatenated, document, element, html_table, note, section
 from raypar.schedules.catalog import CATALOG, build
-from raypar.schedules.drawing.cells import lines, padded, widest
+from raypar.schedules.drawing.cells import lines, lines_with_texts
 from raypar.schedules.drawing.svg import svg
 from raypar.schedules.drawing.text import plain
+from raypar.schedules.formatting import aligned
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.passes.split_backward import split_backward
 from raypar.schedules.schedule import Schedule, ScheduleError
@@ -106,8 +107,9 @@ def gallery(words: Sequence[str]) -> str:
     )
     found = [one for name in CATALOG if not CATALOG[name].forward_only for one in _shown(name, args)]
     if args.out is None:
-        rows = [_HEAD, *(one.cells for one in found)]
-        return "\n".join(lines(["", *(one.name for one in found)], padded(rows, widest(_HEAD[:-1]))))
+        *columns, texts = zip(_HEAD, *(one.cells for one in found), strict=True)
+        figures = lines(["", *(one.name for one in found)], aligned(zip(*columns, strict=True)))
+        return "\n".join(lines_with_texts(figures, texts))
     with whole_file("--out", args.out) as write:
         write(_page(args, found))
     return f"{len(found)} schedules are drawn in {args.out}"

@@ -8,8 +8,9 @@ from functools import partial
 from typing import Literal
 
 from raypar.actors.specs.types import SEND_WINDOW
-from raypar.schedules.drawing.cells import lines, padded, widest
+from raypar.schedules.drawing.cells import lines_in_width
 from raypar.schedules.drawing.text import plain
+from raypar.schedules.formatting import aligned
 from raypar.schedules.passes.gather_weights import ReshardAfterForward, gather_weights
 from raypar.schedules.rules import most_whole
 from raypar.schedules.schedule import Schedule
@@ -68,7 +69,7 @@ def placement_table(found: Sequence[GatherPlacement]) -> str:
     """Format placements as a table: a line for each."""
     rows = [_HEAD, *map(_cells, found)]
     shown = len(_HEAD) if any(one.peak for one in found) else len(_HEAD) - 1
-    return "\n".join(lines(["", *(one.flags for one in found)], padded((row[:shown] for row in rows), widest(_HEAD))))
+    return "\n".join(lines_in_width(["", *(one.flags for one in found)], aligned(row[:shown] for row in rows)))
 
 
 def _cells(one: GatherPlacement) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from markupsafe import Markup
 from raypar.reporting.html.markup import concatenated, element
 from raypar.schedules.drawing.svg import ticks
 from raypar.schedules.float_sum import float_sum
+from raypar.schedules.formatting import percentage
 
 Point = tuple[float, float]
 WIDTH, HEIGHT = 1000, 200  # units of a plot, which is stretched
@@ -60,9 +61,14 @@ class ChartLine:
         dashes = [] if self.dashes is None else [f"dashes-{self.dashes}"]
         return " ".join([self.color, *["faint"] * self.faint, *dashes])
 
-    def figures(self, spelled: Callable[[float], str]) -> dict[str, Any]:
-        """Return what the page's script needs of it: of a long line, its lowest and highest points in each part."""
-        shown = _thinned([(x, y) for x, y in self.points if math.isfinite(y)])
+    @property
+    def finite(self) -> list[Point]:
+        """Its points without the gaps."""
+        return [(x, y) for x, y in self.points if math.isfinite(y)]
+
+    def figures(self, spelled: Callable[[float], str], steps: Container[float]) -> dict[str, Any]:
+        """Return what the page's script needs of it: its points at these steps."""
+        shown = [(x, y) for x, y in self.finite if x in steps]
         return {
             "name": self.name,
             "color": self.color,
@@ -100,6 +106,7 @@ def line_chart(
     zero: bool = False,
     marks: Sequence[Mark] = (),
     named: bool = False,
+    unit: str = "",
 ) -> Markup:
     """Draw lines over steps, with a legend if there are several.
 
@@ -109,11 +116,12 @@ def line_chart(
         zero: Whether the value axis includes 0.
         marks: What happened to the run.
         named: Whether a single line has a legend too.
+        unit: That of the values, for a file of them, if neither the lines nor the title name it; shares have one.
 
     Returns:
         The chart, or a note if there are no finite values.
     """
-    values = [y for line in lines for _, y in line.points if math.isfinite(y)]
+    values = [y for line in lines for _, y in line.finite]
     if not values:
         return element("p", "No figures.", class_="note")
     steps = [x for line in lines for x, _ in line.points]
@@ -136,6 +144,7 @@ def line_chart(
         element("span", spelled(value), style=f"top: {frame.y(value) * 100 / HEIGHT:.1f}%")
         for value in ticks(frame.low, frame.high, 5)
     ]
+    kept = {x for line in lines for x, _ in _thinned(line.finite)}  # of long lines; a file has all lines at each
     chart = element(
         "div",
         element("div", *scale, class_="scale"),
@@ -143,7 +152,8 @@ def line_chart(
         element("div", *_steps(frame), class_="steps"),
         class_="chart",
         data_range=json.dumps([frame.first, frame.last]),
-        data_lines=json.dumps([line.figures(spelled) for line in lines]),
+        data_unit=unit or ("share of 1" if spelled is percentage else ""),
+        data_lines=json.dumps([line.figures(spelled, kept) for line in lines]),
     )
     return concatenated(chart, _legend(lines if named or len(lines) > 1 else []))
 

@@ -110,8 +110,8 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
     """Draw every figure that at least one run has, all runs in one chart."""
     unit = " or ".join(sorted({one.history.unit for one in runs})).capitalize()
     curves: list[tuple[str, Callable[[History], Points], Callable[[float], str], bool]] = [  # the last: the axis has 0
-        ("Train loss, smoothed", lambda one: smoothed(one.points("loss")), significant, False),
-        ("Validation loss", lambda one: one.validation(), significant, False),
+        ("Train loss, smoothed", _train_loss, significant, False),
+        ("Validation loss", History.validation, significant, False),
         ("Train perplexity, smoothed", _perplexity, significant, False),
         ("Auxiliary losses, smoothed", lambda one: smoothed(aux_total(one)), significant, True),
         ("Load of experts: max/mean", lambda one: smoothed(one.points("max_load")), significant, False),
@@ -122,9 +122,10 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
         (f"{unit}/s", lambda one: one.throughput(), significant, True),
         ("Bubble", lambda one: one.points("bubble"), percentage, True),
         ("Communication within actions", lambda one: one.points("communication"), percentage, True),
-        (f"{unit} seen", lambda one: one.seen(), significant, True),
+        (f"{unit} seen", lambda one: one.seen(), amount, True),
         ("Model FLOP/s of an actor", lambda one: one.model_flops(), amount, True),
     ]
+    nats = "nats" if all(one.history.has_perplexity for one in runs) else ""
     sections = list[Markup]()
     for title, of, spelled, zero in curves:
         lines = [
@@ -133,9 +134,15 @@ def _charts(runs: Sequence[_One]) -> list[Markup]:
             if (points := of(one.history))
         ]
         if lines:
-            sections.append(section(title, line_chart(lines, spelled, zero=zero, named=True)))
+            unit = nats if of in (_train_loss, History.validation) else ""
+            sections.append(section(title, line_chart(lines, spelled, zero=zero, named=True, unit=unit)))
     pairs = [element("div", *sections[at : at + 2], class_="pair") for at in range(1, len(sections), 2)]
     return [*sections[:1], *pairs] or [section("Curves", note("No run has taken a step yet."))]
+
+
+def _train_loss(history: History) -> Points:
+    """Return the loss of every step, smoothed."""
+    return smoothed(history.points("loss"))
 
 
 def _perplexity(history: History) -> Points:

@@ -45,7 +45,7 @@ def losses(history: History, marks: Sequence[Mark]) -> Markup:
     lines = [ChartLine("train, smoothed", smoothed(points)), ChartLine("train, every step", points, faint=True)]
     if history.evaluations:
         lines.append(ChartLine("validation", history.validation(), "two"))
-    drawn = line_chart(lines, significant, marks=marks)
+    drawn = line_chart(lines, significant, marks=marks, unit="nats" if history.has_perplexity else "")
     text = note("Smoothed: moving averages from both sides, each over a twentieth of the steps, at least 5.")
     return section("Loss", drawn, text) if history.steps else section("Loss", note(_NONE))
 
@@ -62,7 +62,7 @@ def optimizer(history: History, marks: Sequence[Mark]) -> Markup:
 
 def progress(history: History, marks: Sequence[Mark]) -> Markup:
     """Draw what was seen and, where the loss is a cross-entropy of tokens, the perplexity over steps."""
-    seen = section(f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), significant, marks))
+    seen = section(f"{history.unit.capitalize()} seen", _curve(history, "seen", history.seen(), amount, marks))
     if not history.has_perplexity:
         text = "Left out: the loss is not known to be a cross-entropy of tokens, so that exp(loss) says nothing."
         return _pair(seen, section("Perplexity", note(text)))

@@ -83,7 +83,7 @@ class Chart {
     this.plot.addEventListener("pointermove", (event) => this.point(event));
     this.plot.addEventListener("pointerleave", () => (this.guide.hidden = tip.hidden = true));
     const save = made("button", this.axis.closest("section") || element, "CSV", "save");
-    save.title = "save the figures of this chart";
+    save.title = "save the figures that are drawn; metrics.jsonl has those of every step";
     save.addEventListener("click", () => this.save());
     this.range = this.steps;
   }
@@ -145,9 +145,13 @@ class Chart {
       if (!rows.has(key)) rows.set(key, [step, placed(step, line.run, "seen"), placed(step, line.run, "time")]);
       rows.get(key)[3 + column] = line.values[index];
     }));
-    const head = ["step", "seen", "seconds", ...this.lines.map((line) => quoted(line.name))];
+    const title = this.element.closest("section")?.querySelector("h2")?.textContent || "";
+    const unit = this.element.dataset.unit ? ` (${this.element.dataset.unit})` : "";
+    const seen = [...new Set(this.lines.map(({ run }) => runs[run]?.unit))].filter(Boolean).join(" or ");
+    const names = this.lines.map((line) => `${line.name.toLowerCase() === title.toLowerCase() ? "" : `${title}: `}${line.name}${unit}`);
+    const head = ["step", `${seen} seen`.trim(), "time in steps (s)", ...names].map(quoted);
     const body = [...rows.values()].sort((one, other) => one[0] - other[0]);
-    const text = [head, ...body].map((row) => Array.from(row, (cell) => cell ?? "").join(",")).join("\n");
+    const text = [head, ...body].map((row) => head.map((_, at) => row[at] ?? "").join(",")).join("\n");
     const link = document.createElement("a");
     link.href = URL.createObjectURL(new Blob([`${text}\n`], { type: "text/csv" }));
     link.download = `${this.element.closest("section")?.id || "chart"}.csv`;

@@ -11,7 +11,8 @@ from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.arguments import checked_arguments
-from raypar.schedules.formatting import consecutive, text_table
+from raypar.schedules.drawing.cells import table_in_width
+from raypar.schedules.formatting import consecutive
 
 _MOST, _MOST_ORDERS = 16, 4  # actors that have a row, lists of experts that have a column
 
@@ -39,7 +40,7 @@ def expert_table(run: Run) -> str:
     head = ["actor", *orders, "exchange tokens", "sum experts", "sum other weights"]
     rows = [[*_row(mesh, rank, [*orders.values()])] for rank in ranks]
     notes = [f"... and {left} other orders of experts"] if left else []
-    return "\n".join([*text_table([head, *rows]), *notes, *_notes(run)])
+    return "\n".join([*table_in_width([head, *rows]), *notes, *_notes(run)])
 
 
 def _row(mesh: Mesh, rank: int, orders: Sequence[Order]) -> Iterator[str]:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.errors import UnknownNameError
+from raypar.schedules.drawing.cells import table_in_width
 from raypar.schedules.drawing.notebook import box, notebook_table
-from raypar.schedules.formatting import text_table
 
 _COUNTED = ("actor", "axis", "op", "calls", "bytes", "seconds")
 
@@ -21,7 +21,7 @@ class Totals(dict[str, dict[tuple[str, str], LedgerEntry]]):
     """Communication totals: by actor, then by (axis, op), calls, bytes and seconds; a table in REPLs and notebooks."""
 
     def __repr__(self) -> str:
-        return "\n".join(text_table([_COUNTED, *self._rows]))
+        return "\n".join(table_in_width([_COUNTED, *self._rows]))
 
     def _repr_html_(self) -> str:
         return box(notebook_table(self._rows, _COUNTED))

@@ -14,11 +14,14 @@ import sys
 import termios
 import time
 from codecs import getincrementaldecoder
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from rich.color_triplet import ColorTriplet
 from rich.console import Console
+from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 _STYLE = Path(__file__).with_name("terminal.css")
@@ -111,7 +114,9 @@ def drawn(command: str, screen: Screen) -> str:
     while not rows[-1][0]:
         rows.pop()
     console.print(*(row for row, _ in rows), sep="\n")
-    picture = console.export_svg(title="raypar", unique_id="terminal")
+    theme = copy(SVG_EXPORT_THEME)
+    theme.background_color = ColorTriplet(0, 0, 0)  # on which raypar's colours have a contrast of 4.5:1
+    picture = console.export_svg(title="raypar", unique_id="terminal", theme=theme)
     shown = _without_pauses(screen.written)
     delays = "".join(
         f'[clip-path$="-line-{number})"] {{ animation-delay: {shown[at]:.2f}s }}\n'
