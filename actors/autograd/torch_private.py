@@ -272,7 +272,8 @@ def flash_attention_cpu_backward(
         v: Some of the values, (B, N, T, d).
         out: Outputs over all keys, (B, N, S, d).
         logs: Logarithm of each query's denominator over all keys, (B, N, S).
-        causal, mask: As in ``flash_attention_cpu``.
+        causal: As in ``flash_attention_cpu``.
+        mask: As in ``flash_attention_cpu``.
 
     Returns:
         The addend of these keys in the gradient of the queries, and the gradients of these keys and values.

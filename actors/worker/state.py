@@ -116,7 +116,8 @@ class WorkerState:
 
         Args:
             step: Number of the step.
-            ballot, change: See ``Updater.step``. Only an ``Updater`` takes a change.
+            ballot: See ``Updater.step``.
+            change: See ``Updater.step``. Only an ``Updater`` takes one.
 
         Raises:
             NonFiniteError: See ``Updater.step``.

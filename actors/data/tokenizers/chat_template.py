@@ -159,7 +159,8 @@ class ChatTemplate:
 
         Args:
             text: The whole conversation.
-            start, stop: The span of the answer's text.
+            start: Where the answer's text begins.
+            stop: Where it ends.
         """
         if self._is_ended(text[start:stop]):
             return start + len(text[start:stop].rstrip())

@@ -182,7 +182,6 @@ class Attention(nn.Module, Incremental):
         spec: Settings of the model.
         between: Rotary positions or ALiBi; None for neither.
         scratch: Scratch memory for attention in blocks, shared by the blocks of an actor.
-        bias: Whether the output projection has a bias.
         window: Number of tokens that a token attends to; None for all before it.
         documents: Where the documents of the microbatch begin; None if there is only one.
         slices: The present slice of the microbatch; None if microbatches are not cut.

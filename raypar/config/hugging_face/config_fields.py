@@ -175,7 +175,9 @@ def _llama(
 
     Args:
         *own: Its own ones.
-        tied, head_width, pad_id: What a config.json means that leaves them out.
+        tied: Whether embedding and head are tied if a config.json does not say it.
+        head_width: The width of a head in that case; None if it follows from other fields.
+        pad_id: The padding token in that case; None for none.
     """
     return (
         ConfigField("layers", ("num_hidden_layers",), older=("n_layer",)),
