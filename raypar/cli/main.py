@@ -116,31 +116,42 @@ def _meant(name: str) -> str:
 
 def _run(command: Command, words: list[str]) -> int:
     """Run a command, and return the exit code; what users can mend, and how an actor has failed, is printed."""
+    try:
+        return _print_outcome(_outcome(command, words), styled=command.is_styled and sys.stdout.isatty())
+    except Exception as error:
+        code = _code_of(error, command, words)
+        if code is None:
+            raise
+        return code
+
+
+def _code_of(error: Exception, command: Command, words: list[str]) -> int | None:
+    """Print the error that ends a command, and return the exit code; None if it is raypar's own mistake."""
     from raypar.actors.errors import NonFiniteError
     from raypar.cli.words.help_text import HelpAsked
     from raypar.errors import ConfigError, JobError, RoomError
     from raypar.schedules.schedule import ScheduleError
 
-    try:
-        return _print_outcome(_outcome(command, words), styled=command.is_styled and sys.stdout.isatty())
-    except HelpAsked as asked:
-        return _say_help(str(asked))
-    except ScheduleError as error:
-        return _fail(str(error), MISTAKE)
-    except RoomError as error:
-        return _fail(f"no room{', no step was taken' if command.has_steps else ''}:\n{error}", NO_ROOM)
-    except ConfigError as error:
-        from raypar.cli.words.flags import named_as_typed
+    match error:
+        case HelpAsked():
+            return _say_help(str(error))
+        case ScheduleError():
+            return _fail(str(error), MISTAKE)
+        case RoomError():
+            return _fail(f"no room{', no step was taken' if command.has_steps else ''}:\n{error}", NO_ROOM)
+        case ConfigError():
+            from raypar.cli.words.flags import named_as_typed
 
-        faults = named_as_typed(error.faults, words)
-        if not command.has_steps:
-            return _fail(_mistakes(faults), MISTAKE)
-        count = "a mistake" if len(faults) == 1 else f"{len(faults)} mistakes"
-        return _fail(f"{count}, no step was taken:\n{ConfigError(faults)}", MISTAKE)
-    except NonFiniteError as error:
-        return _fail(str(error), NOT_FINITE, error)
-    except JobError as error:
-        return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
+            faults = named_as_typed(error.faults, words)
+            if not command.has_steps:
+                return _fail(_mistakes(faults), MISTAKE)
+            count = "a mistake" if len(faults) == 1 else f"{len(faults)} mistakes"
+            return _fail(f"{count}, no step was taken:\n{ConfigError(faults)}", MISTAKE)
+        case NonFiniteError():
+            return _fail(str(error), NOT_FINITE, error)
+        case JobError():
+            return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
+    return None
 
 
 def _mistakes(faults: Sequence[str]) -> str:

@@ -101,7 +101,7 @@ def show_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     for name, figure in rows:
         label, said = f"{name + ':':<{names}} ", printable(figure)
         is_path = isinstance(figure, PathFigure)
-        lines = [label.rstrip(), said] if is_path else _fold(label + said, console.width, hang)
+        lines = [label.rstrip(), said] if is_path else fold(label + said, console.width, hang)
         lines = [label + said] if len(label + said) <= console.width else lines
         shown = Text("\n".join(lines))
         shown.stylize("name", 0, len(name) + 1)
@@ -133,10 +133,10 @@ def _highlighted(text: object) -> object:
 def _wrapped(lines: Iterable[str], width: int) -> list[str]:
     """Return lines of a width, the further ones of each indented: below its last column, if it begins with columns."""
     hangs = ((line, _COLUMNS.match(line[:_NAMES])) for line in lines)
-    return [piece for line, found in hangs for piece in _fold(line, width, max(2, found.end() if found else 0))]
+    return [piece for line, found in hangs for piece in fold(line, width, max(2, found.end() if found else 0))]
 
 
-def _fold(line: str, width: int, hang: int) -> list[str]:
+def fold(line: str, width: int, hang: int) -> list[str]:
     """Divide a line between words; a word that is too long, such as a path, is left whole, and so are commands and
     figures with their units.
 

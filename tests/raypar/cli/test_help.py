@@ -10,12 +10,12 @@ import pytest
 
 import raypar.cli.words
 from raypar.cli.commands import COMMANDS
-from raypar.cli.completion import fields_of_every_part
 from raypar.cli.train.train import TrainArgs
 from raypar.cli.words.columns import fitted
 from raypar.cli.words.flag_fields import FlagField, blank
 from raypar.cli.words.help_text import OWN, Help
 from raypar.cli.words.run_args import RunArgs
+from tests.support.completed_flags import fields_of_every_part
 
 TABLE = tomllib.loads((Path(raypar.cli.words.__file__).with_name("groups.toml")).read_text())
 HELP_WORDS = {"ckpt": ("ckpt", "export", "--help"), "data": ("data", "--help")}
