@@ -20,6 +20,7 @@ from raypar.cli.commands import COMMANDS, Command
 from raypar.reporting.screen import (
     ScreenHandler,
     console_of,
+    folded_below,
     in_colors,
     plain_rows,
     printable,
@@ -283,12 +284,15 @@ def _say(text: str, end: str = "\n", *, styled: bool = False, wraps: bool = True
     Args:
         text: The text.
         end: What follows it.
-        styled: Whether control characters in it are meant as such, as colours are. Then lines stay as they are.
+        styled: Whether control characters in it are meant as such, as colours are. Then lines with some stay as they
+            are.
         wraps: Whether a terminal gets lines that end between words.
     """
-    if styled and sys.stdout.isatty() and not in_colors(sys.stdout):
-        text = without_colors(text)
-    console = console_of(sys.stdout) if wraps and not styled and end == "\n" else None
+    console = console_of(sys.stdout)
+    if styled and console is not None:
+        text = folded_below(text, console)
+        text = text if in_colors(sys.stdout) else without_colors(text)
+    console = console if wraps and not styled and end == "\n" else None
     text = text if styled else printable(text)
     return _printed(partial(print, text, end=end, flush=True) if console is None else partial(show_text, console, text))
 

@@ -47,7 +47,7 @@ def test_lines_are_wrapped_once_at_the_width_of_the_terminal(at_width, width, wo
     for line in lines:
         assert len(line) <= width or " " not in line.strip() or "|" in line, line
     pairs = zip(lines, [*lines[1:], ""], strict=True)
-    later = re.compile(r" {6,}(\S+)")  # how a line goes on
+    later = re.compile(r" {6,}(\d+ [KMG]?i?B\b|\S+)")  # how a line goes on
     short = [
         line
         for line, after in pairs
