@@ -48,8 +48,12 @@ def display(run: Run, steps: int) -> Iterator[Callable[[Report | Evaluation], No
             yield _Lines(steps, unit_of(run)).show
         return
     bar = _Bar(steps, unit_of(run))
-    with Live(bar, console=console):
-        yield partial(_update, console, bar)
+    with Live(bar, console=console) as live:
+        try:
+            yield partial(_update, console, bar)
+        except Exception:
+            live.transient = True  # the log has printed the error above the bar, and its notes follow
+            raise
 
 
 @contextmanager

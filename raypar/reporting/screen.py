@@ -87,9 +87,7 @@ def folded_below(picture: str, console: Console) -> str:
     """Return a picture for a terminal, and the sentences below it on lines that end between words."""
     lines = picture.split("\n")
     return "\n".join(
-        piece
-        for line in lines
-        for piece in (fold(line, console.width, 2) if _SENTENCE.fullmatch(line) else [line])
+        piece for line in lines for piece in (fold(line, console.width, 2) if _SENTENCE.fullmatch(line) else [line])
     )
 
 
