@@ -270,6 +270,13 @@ def test_what_commands_print_fits_a_terminal(monkeypatch, tmp_path, columns):
         assert plain and not broken(plain, columns), words
 
 
+def test_verify_says_on_which_actors_a_run_is_compared(monkeypatch):
+    monkeypatch.setattr("raypar.verify", lambda run: None, raising=False)
+    with pane(monkeypatch, 80) as printed:
+        assert cli.run_command(["verify", "gpt-tiny"]) == cli.OK
+    assert "5 steps in this process, then on actors: 2 = pp 2; 1f1b of 4 microbatches" in printed()
+
+
 NAME = "x[bold]y\x1b[31mz<script>"
 NAMED = [
     ["train", NAME],
