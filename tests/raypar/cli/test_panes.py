@@ -361,3 +361,12 @@ def test_a_letter_that_the_output_can_not_have_is_spelled(tmp_path):
         words, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONIOENCODING": "ascii"}
     )
     assert (done.returncode, done.stderr) == (0, "") and r"sch\xf6n" in done.stdout
+
+
+def test_a_page_is_made_where_the_system_has_no_utf8():
+    code = "from raypar.reporting.html.markup import script; assert script()"
+    without = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **without}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
