@@ -424,8 +424,9 @@ MAY_IMPORT = {
         "raypar/planner/timing raypar/reporting/tables schedules schedules/drawing"
     ),
     "raypar/cli/schedules": (
-        "actors/specs raypar raypar/cli/words raypar/config raypar/planner/fleet raypar/reporting/html "
-        "schedules schedules/checking schedules/drawing schedules/passes schedules/simulation"
+        "actors/specs raypar raypar/cli/words raypar/config raypar/planner/fleet raypar/reporting "
+        "raypar/reporting/html schedules schedules/checking schedules/drawing schedules/passes "
+        "schedules/simulation"
     ),
     "raypar/cli/text": (
         "actors/data/tokenizers actors/hugging_face actors/mesh actors/specs raypar raypar/cli/train "
@@ -440,8 +441,8 @@ MAY_IMPORT = {
         "raypar/reporting/tables schedules schedules/drawing schedules/reading"
     ),
     "raypar/cli/words": (
-        "actors actors/machine actors/specs raypar raypar/config raypar/config/hugging_face schedules "
-        "schedules/drawing schedules/passes schedules/simulation"
+        "actors actors/machine actors/specs raypar raypar/config raypar/config/hugging_face raypar/reporting "
+        "schedules schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/cluster": "actors actors/machine raypar",
     "raypar/cluster/calls": (

@@ -1,39 +1,22 @@
-"""``raypar completion``: a script with which a shell completes the words of a command line."""
+"""``raypar completion``: a script with which a shell completes the words of a command line.
+
+A shell may ask for it whenever it starts: the flags are read from shells/flags.json, for which nothing is imported.
+"""
 
 from __future__ import annotations
 
-import pkgutil
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
-from raypar.actors.specs.data import Examples
-from raypar.actors.specs.lora import Lora
-from raypar.actors.specs.model import GPT, Llama, RopeScaling
-from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.optim import SGD, Muon
-from raypar.actors.specs.run import Run
 from raypar.cli.commands import COMMANDS
-from raypar.cli.words.flag_fields import FlagField, blank, flag_fields, word_alone
-from raypar.config.recipe_tables import RECIPES
-from raypar.errors import ConfigError
-from raypar.schedules.catalog import CATALOG
 
 _FOLDER = Path(__file__).with_name("shells")
+TABLE = _FOLDER / "flags.json"
 _USAGE = "raypar completion bash|zsh|fish"
-_LONG = 72  # characters of what a flag does
-_NUMBER = re.compile("[NX](\\|.*)?")
-_PARTS: Sequence[dict[str, Any]] = (  # each with other fields
-    {},
-    {"model": GPT(moe=MoE())},
-    {"model": Llama(rope_scaling=RopeScaling(), lora=Lora())},
-    {"optim": SGD()},
-    {"optim": Muon()},
-    {"data": Examples("")},
-)
 
 
 @dataclass(frozen=True)
@@ -81,6 +64,8 @@ def completion(words: Sequence[str]) -> str:
     """
     shells = sorted(path.stem for path in _FOLDER.glob("*.jinja"))
     if len(words) != 1 or words[0] not in shells:
+        from raypar.errors import ConfigError
+
         raise ConfigError([f"name one shell: {_USAGE}, as in: source <(raypar completion bash)"])
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -93,25 +78,9 @@ def completion(words: Sequence[str]) -> str:
 
 def completed() -> list[Completed]:
     """Return the commands that have flags or take words."""
-    return [
-        _completed(f"{name} {part}".strip(), pkgutil.resolve_name(f"raypar.cli.{kind}"))
-        for name, command in COMMANDS.items()
-        for part, kind in command.arguments.items()
-    ]
-
-
-def fields_of_every_part(kind: type) -> list[FlagField]:
-    """Return the fields that flags set with any model, data and optimizer, each once.
-
-    Args:
-        kind: The class of a command's arguments.
-    """
-    parts = _PARTS if issubclass(kind, Run) else ({},)
-    found = dict[str, FlagField]()
-    for part in parts:
-        for one in flag_fields(kind, blank(kind, **part)):
-            found.setdefault(one.path, one)
-    return [*found.values()]
+    table = json.loads(TABLE.read_text())
+    flags = [CompletedFlag(*row) for row in table["flags"]]
+    return [Completed(name, [flags[at] for at in numbers], words) for name, numbers, words in table["commands"]]
 
 
 def summaries() -> dict[str, str]:
@@ -121,21 +90,3 @@ def summaries() -> dict[str, str]:
     for name, about in re.findall(r"^  raypar ([a-z]+)\b.*?  (.*)", text, re.MULTILINE):
         found.setdefault(name, about)
     return found
-
-
-def _completed(name: str, kind: type) -> Completed:
-    metavar = word_alone(kind)[1]
-    words = RECIPES if "RECIPE" in metavar else CATALOG if "SCHEDULE" in metavar else ()
-    flags = list[CompletedFlag]()
-    for one in fields_of_every_part(kind):
-        choices = one.choices
-        takes = "words" if choices else "number" if _NUMBER.fullmatch(one.value) else "file" if one.value else ""
-        if one.path == "schedule":
-            choices, takes = [*CATALOG], "words and files"
-        about = shorten(one.about, _LONG, placeholder="...")
-        flags.append(CompletedFlag(one.spelled, one.short, about, choices, takes))
-        if one.off:
-            flags.append(CompletedFlag(one.off, "", f"not: {about}", (), ""))
-    if name == "sft":
-        flags.append(CompletedFlag("--model", "", "folder of a model of Hugging Face", (), "file"))
-    return Completed(name, flags, [] if name == "sft" else [*words])

@@ -20,6 +20,7 @@ from raypar.cli.commands import COMMANDS, Command
 from raypar.reporting.screen import (
     ScreenHandler,
     console_of,
+    folded_below,
     in_colors,
     plain_rows,
     printable,
@@ -116,31 +117,42 @@ def _meant(name: str) -> str:
 
 def _run(command: Command, words: list[str]) -> int:
     """Run a command, and return the exit code; what users can mend, and how an actor has failed, is printed."""
+    try:
+        return _print_outcome(_outcome(command, words), styled=command.is_styled and sys.stdout.isatty())
+    except Exception as error:
+        code = _code_of(error, command, words)
+        if code is None:
+            raise
+        return code
+
+
+def _code_of(error: Exception, command: Command, words: list[str]) -> int | None:
+    """Print the error that ends a command, and return the exit code; None if it is raypar's own mistake."""
     from raypar.actors.errors import NonFiniteError
     from raypar.cli.words.help_text import HelpAsked
     from raypar.errors import ConfigError, JobError, RoomError
     from raypar.schedules.schedule import ScheduleError
 
-    try:
-        return _print_outcome(_outcome(command, words), styled=command.is_styled and sys.stdout.isatty())
-    except HelpAsked as asked:
-        return _say_help(str(asked))
-    except ScheduleError as error:
-        return _fail(str(error), MISTAKE)
-    except RoomError as error:
-        return _fail(f"no room{', no step was taken' if command.has_steps else ''}:\n{error}", NO_ROOM)
-    except ConfigError as error:
-        from raypar.cli.words.flags import named_as_typed
+    match error:
+        case HelpAsked():
+            return _say_help(str(error))
+        case ScheduleError():
+            return _fail(str(error), MISTAKE)
+        case RoomError():
+            return _fail(f"no room{', no step was taken' if command.has_steps else ''}:\n{error}", NO_ROOM)
+        case ConfigError():
+            from raypar.cli.words.flags import named_as_typed
 
-        faults = named_as_typed(error.faults, words)
-        if not command.has_steps:
-            return _fail(_mistakes(faults), MISTAKE)
-        count = "a mistake" if len(faults) == 1 else f"{len(faults)} mistakes"
-        return _fail(f"{count}, no step was taken:\n{ConfigError(faults)}", MISTAKE)
-    except NonFiniteError as error:
-        return _fail(str(error), NOT_FINITE, error)
-    except JobError as error:
-        return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
+            faults = named_as_typed(error.faults, words)
+            if not command.has_steps:
+                return _fail(_mistakes(faults), MISTAKE)
+            count = "a mistake" if len(faults) == 1 else f"{len(faults)} mistakes"
+            return _fail(f"{count}, no step was taken:\n{ConfigError(faults)}", MISTAKE)
+        case NonFiniteError():
+            return _fail(str(error), NOT_FINITE, error)
+        case JobError():
+            return _fail(str(error).partition("\nTraceback ")[0], FAILED, error)
+    return None
 
 
 def _mistakes(faults: Sequence[str]) -> str:
@@ -272,12 +284,15 @@ def _say(text: str, end: str = "\n", *, styled: bool = False, wraps: bool = True
     Args:
         text: The text.
         end: What follows it.
-        styled: Whether control characters in it are meant as such, as colours are. Then lines stay as they are.
+        styled: Whether control characters in it are meant as such, as colours are. Then lines with some stay as they
+            are.
         wraps: Whether a terminal gets lines that end between words.
     """
-    if styled and sys.stdout.isatty() and not in_colors(sys.stdout):
-        text = without_colors(text)
-    console = console_of(sys.stdout) if wraps and not styled and end == "\n" else None
+    console = console_of(sys.stdout)
+    if styled and console is not None:
+        text = folded_below(text, console)
+        text = text if in_colors(sys.stdout) else without_colors(text)
+    console = console if wraps and not styled and end == "\n" else None
     text = text if styled else printable(text)
     return _printed(partial(print, text, end=end, flush=True) if console is None else partial(show_text, console, text))
 

@@ -21,7 +21,7 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.loss_text import NO_LOSS, loss_text, metric_rows
 from raypar.reporting.report import Report, unit_of
 from raypar.reporting.run_folder.append import heard
-from raypar.reporting.screen import ScreenHandler, error_console, show_text
+from raypar.reporting.screen import ScreenHandler, error_console, printable, show_text
 from raypar.schedules.drawing.notebook import in_notebook
 from raypar.schedules.float_sum import float_sum
 
@@ -48,8 +48,12 @@ def display(run: Run, steps: int) -> Iterator[Callable[[Report | Evaluation], No
             yield _Lines(steps, unit_of(run)).show
         return
     bar = _Bar(steps, unit_of(run))
-    with Live(bar, console=console):
-        yield partial(_update, console, bar)
+    with Live(bar, console=console) as live:
+        try:
+            yield partial(_update, console, bar)
+        except Exception:
+            live.transient = True  # the log has printed the error above the bar, and its notes follow
+            raise
 
 
 @contextmanager
@@ -95,7 +99,7 @@ def _update(console: Console, bar: _Bar, outcome: Report | Evaluation) -> None:
     if isinstance(outcome, Report):
         bar.add(outcome)
     else:
-        show_text(console, evaluation_line(outcome))
+        show_text(console, printable(evaluation_line(outcome)))
 
 
 class _TimeLeft:

@@ -33,10 +33,12 @@ _WORDS = {  # how lines begin, or what is in them, by its style
 _FIGURE = re.compile(r"(?:about )?-?\d\S*(?: \d\S*)*(?: (?:[kmnµ]?s|[KMGT]iB|\S+/s)\b)?")  # with its unit
 _UNIT = re.compile(r"(?<=\d) (?=(?:[kmnµ]?s|[kMGT]?B|[kMGT]|[KMGT]iB|\w+/s|left)\b)")  # the space before a unit
 _COMMAND = re.compile(r"\braypar [a-z]+(?: [\w./-]+)??(?: --\S+(?: [^\s(-]\S*)?)+")
-_COLUMNS = re.compile(r" *(?:\S+ {2,})*")
+_COLUMNS = re.compile(r" *(?:\S+(?: \S+)* {2,})*")
+_GAP = re.compile(r"(?<=\S) {2,}(?=\S)")  # between two columns
 _JOINT = "\ue000"  # in place of a space at which no line may end; no text has it
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 _COLORS = re.compile(r"\x1b\[[\d;]*m")
+_SENTENCE = re.compile(r"\(?\w[^\x1b]* [^\x1b]*")  # a line that is no data for programs, and has no colours
 _NAMES = 22  # characters of the names of rows
 _NARROW = 60  # columns from which on figures are below each other
 
@@ -81,6 +83,14 @@ def without_colors(text: str) -> str:
     return _COLORS.sub("", text)
 
 
+def folded_below(picture: str, console: Console) -> str:
+    """Return a picture for a terminal, and the sentences below it on lines that end between words."""
+    lines = picture.split("\n")
+    return "\n".join(
+        piece for line in lines for piece in (fold(line, console.width, 2) if _SENTENCE.fullmatch(line) else [line])
+    )
+
+
 def show_text(console: Console, text: str, style: str = "") -> None:
     """Print a text to a terminal; lines end between words. JSON, which a program may read, stays as it is.
 
@@ -101,7 +111,7 @@ def show_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
     for name, figure in rows:
         label, said = f"{name + ':':<{names}} ", printable(figure)
         is_path = isinstance(figure, PathFigure)
-        lines = [label.rstrip(), said] if is_path else _fold(label + said, console.width, hang)
+        lines = [label.rstrip(), said] if is_path else fold(label + said, console.width, hang)
         lines = [label + said] if len(label + said) <= console.width else lines
         shown = Text("\n".join(lines))
         shown.stylize("name", 0, len(name) + 1)
@@ -133,20 +143,27 @@ def _highlighted(text: object) -> object:
 def _wrapped(lines: Iterable[str], width: int) -> list[str]:
     """Return lines of a width, the further ones of each indented: below its last column, if it begins with columns."""
     hangs = ((line, _COLUMNS.match(line[:_NAMES])) for line in lines)
-    return [piece for line, found in hangs for piece in _fold(line, width, max(2, found.end() if found else 0))]
+    return [piece for line, found in hangs for piece in fold(line, width, max(2, found.end() if found else 0))]
 
 
-def _fold(line: str, width: int, hang: int) -> list[str]:
-    """Divide a line between words; a word that is too long, such as a path, is left whole, and so are commands and
-    figures with their units.
+def fold(line: str, width: int, hang: int) -> list[str]:
+    """Divide a line between words; a word that is too long, such as a path, is left whole, and so are figures with
+    their units, and commands that are not long, to be copied.
 
     Args:
         line: The line.
         width: The most characters of each piece.
         hang: Spaces before all but the first.
+
+    Returns:
+        The pieces. Columns whose last ones fit whole below the others are divided only there.
     """
     if len(line) <= width:
         return [line]
+    for gap in reversed([*_GAP.finditer(line)]):
+        below = " " * hang + line[gap.end() :]
+        if gap.start() <= width and len(below) <= width:
+            return [line[: gap.start()], below]
     wrapper = textwrap.TextWrapper(
         width,
         subsequent_indent=" " * min(hang, width // 2),
@@ -154,7 +171,10 @@ def _fold(line: str, width: int, hang: int) -> list[str]:
         break_on_hyphens=False,
         replace_whitespace=False,
     )
-    joined = _COMMAND.sub(lambda found: found[0].replace(" ", _JOINT), _UNIT.sub(_JOINT, line))
+    whole = max(width, _NARROW)
+    joined = _COMMAND.sub(
+        lambda found: found[0] if len(found[0]) > whole else found[0].replace(" ", _JOINT), _UNIT.sub(_JOINT, line)
+    )
     return [piece.replace(_JOINT, " ") for piece in wrapper.wrap(joined)]
 
 
@@ -175,6 +195,10 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
         super().__init__(stream)
         self.console, self._verbose = console_of(self.stream), verbose
 
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the text of a record, without control characters."""
+        return printable(super().format(record))
+
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
         if self.console is None:
@@ -182,7 +206,7 @@ class ScreenHandler(logging.StreamHandler[TextIO]):
             return
         try:
             brief = None if self._verbose else getattr(record, "brief", None)
-            text = self.format(record) if brief is None else brief
+            text = self.format(record) if brief is None else printable(brief)
             if text:
                 show_text(self.console, text, "note" if record.levelno == logging.WARNING else "")
         except Exception:  # as any handler of logging

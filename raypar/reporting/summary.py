@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -37,7 +38,7 @@ from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.reporting.screen import PathFigure
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.overlay import Overlay
-from raypar.schedules.drawing.text import grid
+from raypar.schedules.drawing.text import WIDTH, grid
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.formatting import milliseconds
 from raypar.schedules.schedule import Schedule
@@ -260,7 +261,8 @@ def planned_grid(schedule: Schedule, bubble: str, *, color: bool = False) -> str
         bubble: The bubble in words, as ``plan_rows`` has it.
         color: Whether to colour the cells, for a terminal.
     """
-    drawn = grid({"": simulate(schedule, UNIT)}, color=color)
+    width = shutil.get_terminal_size().columns if color else WIDTH
+    drawn = grid({"": simulate(schedule, UNIT)}, color=color, width=width, whole="raypar draw -o FILE.svg")
     return "\n".join([*drawn, f"{schedule.name}: bubble {bubble}; the grid shows the order, a slot for each action"])
 
 

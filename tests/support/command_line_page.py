@@ -13,9 +13,9 @@ from pathlib import Path
 import raypar.cli
 from raypar.actors.specs.run import Run
 from raypar.cli.commands import COMMANDS
-from raypar.cli.completion import fields_of_every_part
 from raypar.cli.words.flag_fields import FlagField, abouts, blank, word_alone
 from raypar.cli.words.help_text import OWN, Help, default_text
+from tests.support.completed_flags import fields_of_every_part
 
 HEAD = """\
 # Command line

@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from raypar.cli.words.schedule_flags import SCHEDULE, CostArgs, SizeArgs, cost_f
 from raypar.config.schedule import MOST_CELLS, Loaded, Pass
 from raypar.errors import ConfigError
 from raypar.planner.fleet.fleet import FleetOutcome, simulate_fleet
+from raypar.reporting.screen import printable
 from raypar.schedules.catalog import CATALOG
 from raypar.schedules.checking.counterexample import demand_sound
 from raypar.schedules.checking.errors import CheckError
@@ -163,7 +164,7 @@ def draw(words: Sequence[str], terminal: bool) -> str:
     args = _parse(DrawArgs, words, "draw", "Draw a schedule.")
     loaded = _load(args)
     _warn_of_faults(args.schedule, loaded)
-    schedule = loaded.schedule
+    schedule = replace(loaded.schedule, name=printable(loaded.schedule.name))  # what draw returns may have colours
     if args.lowered:
         schedule = lower(schedule)
     for change in _passes(args):
@@ -179,7 +180,7 @@ def draw(words: Sequence[str], terminal: bool) -> str:
     except OSError as error:
         reason = f"--out {str(args.out)!r} can't be written ({error.strerror}): give another path"
         raise ScheduleError(reason) from error
-    return f"{schedule.name} is drawn in {args.out}"
+    return f"{schedule.name} is drawn in {printable(str(args.out))}"
 
 
 def prove(words: Sequence[str]) -> str:

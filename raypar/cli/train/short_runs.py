@@ -14,6 +14,7 @@ from raypar.cli.words.run_args import RunArgs
 from raypar.config.fields import FieldFault, field_faults, right_fields
 from raypar.config.run import unrecorded
 from raypar.job.start.launchable import check_launch
+from raypar.planner.resource_needs import actors_text
 
 _VERIFIED_STEPS = 5
 
@@ -27,8 +28,8 @@ def run_verify(words: Sequence[str]) -> raypar.Verdict:
     parsed = parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS})
     run = unrecorded(parsed.args.run())
     _check(run, parsed.wrong)
-    figures = run.steps, world_of(run).size, run.mesh, run.schedule, run.microbatches
-    logging.getLogger("raypar").info("%d steps in this process, then on %d actors: %s, %s of %d microbatches", *figures)
+    figures = run.steps, actors_text(run), run.schedule, run.microbatches
+    logging.getLogger("raypar").info("%d steps in this process, then on actors: %s; %s of %d microbatches", *figures)
     return raypar.verify(run)
 
 

@@ -6,7 +6,8 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from textwrap import wrap
+
+from raypar.reporting.screen import fold
 
 _ROW = re.compile(r"( *)(\S.*?) {2,}(\S.*)")  # words, two blanks or more, what they mean
 _MOST, _LEAST = 120, 20  # characters of a line
@@ -29,24 +30,13 @@ def fitted(text: str, width: int) -> str:
     found = list[str]()
     for is_row, group in groupby(text.split("\n"), key=lambda line: _ROW.fullmatch(line) is not None):
         lines = [*group]
-        found += _rows(lines, width) if is_row else [one for line in lines for one in _wrapped(line, width)]
+        found += _rows(lines, width) if is_row else [one for line in lines for one in fold(line, width, _hang(line))]
     return "\n".join(found)
 
 
-def _wrapped(line: str, width: int) -> list[str]:
-    indent = " " * (len(line) - len(line.lstrip()))
-    return _filled(line.strip(), width, indent, f"{indent}    " if indent else "") or [""]
-
-
-def _filled(text: str, width: int, first: str, later: str) -> list[str]:
-    return wrap(
-        text,
-        max(_LEAST, width),
-        initial_indent=first,
-        subsequent_indent=later,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _hang(line: str) -> int:
+    indent = len(line) - len(line.lstrip())
+    return indent + 4 if indent else 0
 
 
 def _rows(lines: Sequence[str], width: int) -> Iterator[str]:
@@ -61,4 +51,4 @@ def _rows(lines: Sequence[str], width: int) -> Iterator[str]:
         if len(begun) > longest:
             yield begun.rstrip()
             begun = ""
-        yield from _filled(right, width, begun.ljust(longest), " " * longest)
+        yield from fold(begun.ljust(longest) + right, width, longest)

@@ -53,7 +53,7 @@ def contents(body: Markup) -> Markup:
 
 def script() -> Markup:
     """Return the script of all pages."""
-    return Markup(Path(__file__).with_name("script.js").read_text())
+    return Markup(Path(__file__).with_name("script.js").read_text("utf-8"))
 
 
 def folded(title: str, *inside: Markup) -> Markup:
@@ -92,7 +92,7 @@ def document(title: str, body: Markup, every: int | None = None) -> str:
         Markup('<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup() if every is None else Markup(f'<meta http-equiv="refresh" content="{every}">'),
         element("title", title),
-        element("style", Markup(Path(__file__).with_name("style.css").read_text())),
+        element("style", Markup(Path(__file__).with_name("style.css").read_text("utf-8"))),
     )
     return concatenated(
         Markup("<!DOCTYPE html>\n"),

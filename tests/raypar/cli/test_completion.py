@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from raypar.cli.commands import COMMANDS
-from raypar.cli.completion import completed, completion
+from raypar.cli.completion import TABLE, completed, completion
 from raypar.errors import ConfigError
 from raypar.schedules.catalog import CATALOG
+from tests.support.completed_flags import table
 
 ASKED = {
     "raypar tr": ["trace", "train"],
@@ -71,6 +73,22 @@ def test_fish_completes_the_same(folder):
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not here")
 def test_zsh_reads_its_script(folder):
     assert answers(["zsh", "-n", "script.zsh"], folder) == []
+
+
+def test_the_file_of_flags_is_what_the_classes_say():
+    assert TABLE.read_text() == table(), "run python -m tests.support.completed_flags"
+
+
+def test_nothing_large_is_imported_for_a_script():
+    code = """
+import sys
+from raypar.cli.main import run_command
+assert run_command(["completion", "bash"]) == 0
+large = {"torch", "ray", "numpy", "pydantic", "tyro", "rich"} & {*sys.modules}
+assert not large, large
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_scripts_have_every_command_and_flag():

@@ -10,12 +10,12 @@ import pytest
 
 import raypar.cli.words
 from raypar.cli.commands import COMMANDS
-from raypar.cli.completion import fields_of_every_part
 from raypar.cli.train.train import TrainArgs
 from raypar.cli.words.columns import fitted
 from raypar.cli.words.flag_fields import FlagField, blank
 from raypar.cli.words.help_text import OWN, Help
 from raypar.cli.words.run_args import RunArgs
+from tests.support.completed_flags import fields_of_every_part
 
 TABLE = tomllib.loads((Path(raypar.cli.words.__file__).with_name("groups.toml")).read_text())
 HELP_WORDS = {"ckpt": ("ckpt", "export", "--help"), "data": ("data", "--help")}
@@ -47,7 +47,7 @@ def test_lines_are_wrapped_once_at_the_width_of_the_terminal(at_width, width, wo
     for line in lines:
         assert len(line) <= width or " " not in line.strip() or "|" in line, line
     pairs = zip(lines, [*lines[1:], ""], strict=True)
-    later = re.compile(r" {6,}(\S+)")  # how a line goes on
+    later = re.compile(r" {6,}(\d+ [KMG]?i?B\b|\S+)")  # how a line goes on
     short = [
         line
         for line, after in pairs

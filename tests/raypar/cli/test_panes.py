@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.specs.run import Run
 from raypar.cli import main as cli
 from raypar.config.run import check_run
+from raypar.errors import JobError
 from raypar.log_details import DETAIL
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import display, launching, on_screen
 from raypar.reporting.report import Report
-from raypar.reporting.screen import STYLES, PathFigure, console_of, show_rows, show_text
+from raypar.reporting.screen import STYLES, PathFigure, ScreenHandler, console_of, show_rows, show_text
 from raypar.reporting.summary import brief_head, log_plan
 from raypar.reporting.tables.memory_table import Figure, MemoryTable
 from tests.support.panes import pane, shown
@@ -117,6 +119,25 @@ def test_a_run_on_a_terminal(trained, columns):
         assert (part in bars[-1]) == (columns >= at), bars[-1]
 
 
+def test_an_error_in_a_step_takes_the_bar_away_and_its_notes_follow_it(text, tmp_path, monkeypatch):
+    def train(job, on, ahead):
+        with display(job.run, job.run.steps) as show:
+            show(Report(0, 2.5, 0.1, 1e-3, 256, 1551.4, 1500.0, 0.147, None, (2, 1), MEMORY))
+            error = JobError("actor pp=1 died during step 2")
+            logging.getLogger("raypar").error("%s", error)
+            raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("raypar.job.launch.launch_in", launch_in)
+    monkeypatch.setattr(Job, "train", train)
+    with pane(monkeypatch, 80) as printed:
+        assert cli.run_command(["train", "gpt-tiny", *text, "--steps", str(STEPS)]) == cli.FAILED
+    assert "step    1/1200" in printed()
+    lines = [line for line in shown(printed(), 80) if line]
+    assert lines[-2] == "raypar: actor pp=1 died during step 2" and lines[-1].startswith("nothing was saved: give ")
+    assert not any(line.startswith("step  ") for line in lines)
+
+
 @pytest.mark.parametrize("columns", [20, 40])
 def test_a_small_terminal_has_the_step_and_the_time_left(trained, columns):
     printed = trained(columns)
@@ -187,6 +208,114 @@ def test_lines_end_between_words(monkeypatch, columns):
     assert re.search(r"\x1b\[38;5;131mwrong", printed())
 
 
+def test_rows_whose_last_columns_do_not_fit_are_divided_there(monkeypatch):
+    with pane(monkeypatch, 40) as printed:
+        show_text(console_of(sys.stdout), "naive, auto  96.5  75.0%  the same with halves\n  a b  c\n1  2  3")
+    assert shown(printed(), 40)[:4] == [
+        "naive, auto  96.5  75.0%",
+        " " * 19 + "the same with halves",
+        "  a b  c",
+        "1  2  3",
+    ]
+
+
+PICTURES = {
+    "draw 1f1b --ranks 16 --microbatches 64": "FILE.svg draws all)",
+    "draw dead.csv": "(check says more)",
+    "train gpt-tiny --dry-run --microbatches 64": "FILE.svg draws all)",
+}
+
+
+@pytest.mark.parametrize("columns", [20, 60, 80, 100, 120])
+@pytest.mark.parametrize("words", PICTURES)
+def test_a_picture_is_cut_to_its_terminal_and_the_sentences_below_it_are_wrapped(
+    monkeypatch, tmp_path, text, words, columns
+):
+    (tmp_path / "dead.csv").write_text("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0\n")
+    monkeypatch.chdir(tmp_path)
+    with pane(monkeypatch, columns) as printed:
+        assert cli.run_command([*words.split(), *(text if "train" in words else [])]) == 0
+    plain = re.sub(r"\x1b\[[\d;]*m", "", printed())
+    assert PICTURES[words] in " ".join(plain.split())
+    assert not broken(plain, columns)
+
+
+TEXTS = [
+    "recipes",
+    "plan gpt-small --gpus 8",
+    "check zb-v",
+    "simulate zb-v --gather step",
+    "gallery",
+    "compare 1f1b zb-h1",
+    "compare",
+    "report none",
+    "ckpt ls none",
+    "data show none",
+    "train gpt-tiny --steps x --mesh.pp 0 --no-flag 1",
+    "train job.toml",
+    "eval none",
+    "sft none --model none",
+]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120])
+def test_what_commands_print_fits_a_terminal(monkeypatch, tmp_path, columns):
+    (tmp_path / "job.toml").write_text('recipe = "gpt-tiny"\nmoe = 1\n[data]\npath = "none"\n')
+    monkeypatch.chdir(tmp_path)
+    for words in TEXTS:
+        with pane(monkeypatch, columns) as printed:
+            cli.run_command(words.split())
+        monkeypatch.chdir(tmp_path)
+        plain = re.sub(r"\x1b\[[\d;]*m", "", printed())
+        assert plain and not broken(plain, columns), words
+
+
+def test_verify_says_on_which_actors_a_run_is_compared(monkeypatch):
+    monkeypatch.setattr("raypar.verify", lambda run: None, raising=False)
+    with pane(monkeypatch, 80) as printed:
+        assert cli.run_command(["verify", "gpt-tiny"]) == cli.OK
+    assert "5 steps in this process, then on actors: 2 = pp 2; 1f1b of 4 microbatches" in printed()
+
+
+NAME = "x[bold]y\x1b[31mz<script>"
+NAMED = [
+    ["train", NAME],
+    ["train", "gpt-tiny", "--folder", NAME],
+    ["train", f"{NAME}.toml"],
+    ["plan", f"{NAME}.toml"],
+    ["plan", "gpt-tiny", "--schedule", NAME],
+    ["draw", f"{NAME}.csv"],
+    ["draw", f"{NAME}.csv", "-o", f"{NAME}.svg"],
+    ["check", f"{NAME}.csv"],
+    ["compare", "1f1b", f"{NAME}.csv"],
+    ["report", NAME],
+    ["doctor", NAME],
+    ["ckpt", "ls", NAME],
+    [NAME],
+]
+
+
+@pytest.mark.parametrize("environment", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}, {"encoding": "ascii"}])
+def test_names_with_markup_are_printed_as_they_are_and_control_characters_spelled(monkeypatch, tmp_path, environment):
+    (tmp_path / f"{NAME}.csv").write_text("0F0,0B0\n")
+    (tmp_path / f"{NAME}.toml").write_text('"[bold]y\\u001b[31mz<script>" = 1\n')
+    for words in NAMED:
+        monkeypatch.chdir(tmp_path)
+        with pane(monkeypatch, 200, **environment) as printed:
+            cli.run_command(words)
+        assert r"[bold]y\x1b[31mz<script>" in printed(), words
+        assert "\x1b[31m" not in printed(), words
+
+
+def test_log_lines_of_a_script_and_the_bar_spell_control_characters(monkeypatch):
+    with pane(monkeypatch, 80) as printed:
+        with display(Run(steps=2), 2) as show:
+            show(Evaluation(1, 2.5, 64, 0.5, metrics={NAME: 1.0}))
+        ScreenHandler().handle(logging.makeLogRecord({"msg": NAME}))
+        ScreenHandler().handle(logging.makeLogRecord({"msg": "long", "brief": NAME}))
+    assert printed().count(r"[bold]y\x1b[31mz<script>") == 3 and "\x1b[31m" not in printed()
+
+
 def test_json_and_control_characters(monkeypatch):
     with pane(monkeypatch, 40) as printed:
         cli._say('{"a": "' + "b " * 60 + '"}')
@@ -232,3 +361,12 @@ def test_a_letter_that_the_output_can_not_have_is_spelled(tmp_path):
         words, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONIOENCODING": "ascii"}
     )
     assert (done.returncode, done.stderr) == (0, "") and r"sch\xf6n" in done.stdout
+
+
+def test_a_page_is_made_where_the_system_has_no_utf8():
+    code = "from raypar.reporting.html.markup import script; assert script()"
+    without = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ, **without}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
