@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import os
+import shlex
 import shutil
 import stat
 import threading
@@ -249,6 +250,12 @@ def open_named(path: Path) -> Iterator[BinaryIO]:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "it is no plain file")
         yield file
+
+
+def to_utf8(path: Path, encoding: str) -> str:
+    """Return the command that converts a text file to UTF-8 where it is, for messages."""
+    file = shlex.quote(str(path))
+    return f"iconv -f {encoding} -t UTF-8 {file} > utf8.txt && mv utf8.txt {file}"
 
 
 def read_plain(path: Path, limit: int) -> bytes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
-from raypar.actors.machine.files import open_named
+from raypar.actors.machine.files import open_named, to_utf8
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".txt")
 _EXAMPLES = 1000  # of a block, at most
@@ -62,7 +62,7 @@ def _text(file: Path) -> str:
             return source.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         where = f"byte {error.start} ({error.object[error.start]:#04x})"
-        fix = f"convert it, if it is latin-1 with iconv -f LATIN1 -t UTF-8 {file.name} > utf8.txt"
+        fix = f"convert it, if it is latin-1 with {to_utf8(file, 'LATIN1')}"
         raise ExampleError(f"{file.name} is no UTF-8 text: {where} is not UTF-8: {fix}") from error
 
 

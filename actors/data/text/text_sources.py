@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from raypar.actors.machine.files import expanded, open_named
+from raypar.actors.machine.files import expanded, open_named, to_utf8
 
 SKIPPED = "below a folder or a glob, hidden files, .bin files and files with a NUL in their first 8 KiB are skipped"
 _HEAD = 64 << 10  # bytes of a named file that are checked to be text
@@ -144,7 +144,7 @@ def why_no_text(file: SourceFile) -> str:
     half = max(head[0::2].count(0), head[1::2].count(0))  # of UTF-16 every other byte is often 0
     is_wide = half == zeros and 5 * zeros > len(head) and not any(_is_strange(byte) for byte in set(head) - {0})
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or is_wide:
-        return f"is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 {file.path.name} > utf8.txt"
+        return f"is UTF-16, and text is read as UTF-8: {to_utf8(file.path, 'UTF-16')}"
     if zeros:
         return f"is no text: byte {head.index(0)} is NUL: give a text file, or uint16 tokens in a file named .bin"
     try:
@@ -154,8 +154,7 @@ def why_no_text(file: SourceFile) -> str:
         where = f"byte {error.start} ({head[error.start]:#04x}) is not UTF-8"
         if 100 * strange > len(head):
             return f"is no text: {where}: give a text file, or uint16 tokens in a file named .bin"
-        fix = f"iconv -f LATIN1 -t UTF-8 {file.path.name} > utf8.txt"
-        return f"is text in another encoding, perhaps latin-1: {where}: {fix}"
+        return f"is text in another encoding, perhaps latin-1: {where}: {to_utf8(file.path, 'LATIN1')}"
     return ""
 
 

@@ -245,7 +245,7 @@ def measure(words: Sequence[str]) -> str:
         durations = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
         durations += f", UNSHARD {args.unshard:g}" if args.gather else ""
         durations += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
-        text = f"{_sizes(schedule)}\ncosts given: {durations}\n{outcome_summary(found)}"
+        text = f"{_sizes(schedule)}\ncosts: {durations}\n{outcome_summary(found)}"
         text = f"{text}\n\n{placement_table(compared)}" if compared else text
         return text if fleet is None else f"{text}\n\n{fleet_text(fleet)}"
     figures: dict[str, Any] = {

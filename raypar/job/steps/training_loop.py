@@ -130,6 +130,7 @@ class TrainingLoop:
     def train(self, steps: int | None, on: Callback | Sequence[Callback] | None, ahead: int | None) -> Reports:
         """Take training steps with a progress display, as ``Job.train`` does, and return their reports."""
         most = int(on is None) if ahead is None else ahead
+        self._lifetime.demand_open()  # before anything is displayed
         run = self.loaded.run
         count = steps_to_take(run, self.next_step, steps)
         try:

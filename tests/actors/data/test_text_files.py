@@ -81,12 +81,15 @@ def test_files_in_other_encodings_are_named(folder, tmp_path, caplog):
     with caplog.at_level("INFO", logger="raypar"):
         tokens_of(folder, tmp_path)
     said, warned = caplog.records
-    fix = "wide.txt is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 wide.txt > utf8.txt)"
+    wide = folder / "wide.txt"
+    command = f"iconv -f UTF-16 -t UTF-8 {wide} > utf8.txt && mv utf8.txt {wide}"
+    fix = f"wide.txt is UTF-16, and text is read as UTF-8: {command})"
     assert "3 without text skipped: " in said.getMessage() and said.getMessage().endswith(fix)
     assert warned.levelname == "WARNING"
     text = warned.getMessage()
     assert "7 files of it are not UTF-8, and learned with the wrong characters: old0.txt is text in another enc" in text
-    assert "iconv -f LATIN1 -t UTF-8 old4.txt" in text and "old5.txt" not in text and text.endswith("; and 2 more")
+    assert f"iconv -f LATIN1 -t UTF-8 {folder / 'old4.txt'} > utf8.txt" in text
+    assert "old5.txt" not in text and text.endswith("; and 2 more")
 
 
 def test_glob_finds_files_at_every_depth(folder, tmp_path, monkeypatch):
@@ -111,7 +114,7 @@ def test_a_named_file_may_be_hidden(folder, tmp_path):
         (b"prix\x9f\x80: 3" * 99, "is no text: byte 4 (0x9f) is not UTF-8"),
         (b"a\x01\x02\xe9b" * 99, "is no text: byte 3 (0xe9) is not UTF-8"),
         (b"a\n\t\xe9b" * 99, "is text in another encoding, perhaps latin-1: byte 3 (0xe9) is not UTF-8"),
-        ("für alle".encode("utf-16"), "is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 it.txt"),
+        ("für alle".encode("utf-16"), "is UTF-16, and text is read as UTF-8: iconv -f UTF-16 -t UTF-8 "),
         ("für alle".encode("utf-16-le"), "is UTF-16, and text is read as UTF-8: iconv"),
     ],
 )

@@ -200,7 +200,7 @@ def test_check_finds_what_blocking_sends_would_do(said):
 def test_simulate_measures(said):
     assert said("simulate", "1f1b", "--ranks", 2, "--microbatches", 4)[1:] == (
         "1f1b, 2 ranks, 2 stages, 4 microbatches\n"
-        "costs given: F 1, B 2, I 1, W 1, link 0\n"
+        "costs: F 1, B 2, I 1, W 1, link 0\n"
         "1f1b: makespan 15, bubble 20.0%, in flight 2 1\n",
         "",
     )
@@ -222,7 +222,7 @@ def test_placements_of_gathers_are_drawn_checked_and_compared(said):
     words = ["simulate", "interleaved", "--ranks", 2, "--microbatches", 4, "--gather", "step", "--unshard", 0.5]
     assert said(*words)[1].splitlines() == [
         "interleaved, 2 ranks, 4 stages, 4 microbatches",
-        "costs given: F 1, B 2, I 1, W 1, link 0, UNSHARD 0.5",
+        "costs: F 1, B 2, I 1, W 1, link 0, UNSHARD 0.5",
         "interleaved: makespan 27.5, bubble 12.7%, in flight 5 3",
         "",
         "                                                         makespan   bubble     gathers    most whole",
