@@ -38,10 +38,10 @@ globalThis.checks = (() => {
   };
 
   const is_squeezed = cell => {
-    const words = cell.textContent.match(/\w{2,}/g)?.length ?? 0, style = getComputedStyle(cell);
-    const line = parseFloat(style.lineHeight) || 1.2 * parseFloat(style.fontSize);
-    const height = cell.clientHeight - parseFloat(style.paddingTop) - parseFloat(style.paddingBottom);
-    return words > FEW_WORDS && cell.querySelector("br, p, ul, ol, pre, svg, img") === null && height / line > words - .5;
+    const words = cell.textContent.match(/\w{2,}/g)?.length ?? 0, style = getComputedStyle(cell), inside = document.createRange();
+    inside.selectNodeContents(cell); // the cell itself is as high as its row
+    const lines = inside.getBoundingClientRect().height / (parseFloat(style.lineHeight) || 1.2 * parseFloat(style.fontSize));
+    return words > FEW_WORDS && cell.querySelector("br, p, ul, ol, pre, svg, img") === null && lines > words - .5;
   };
 
   const layout = async ignored => {
