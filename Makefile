@@ -17,10 +17,10 @@ versions_of = '$(1)/bin/python' -c 'import importlib.metadata as m, platform; pr
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install train test test-long test-lowest test-newest bench docs pictures wheel lint types clean versions of-another-python
+.PHONY: help install train test test-browser test-long test-lowest test-newest bench docs pictures wheel lint types clean versions of-another-python
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 	@echo 'Variables: ARGS="..." for raypar train (make train), pytest (make test) or the bench, CHROMIUM for pictures,'
 	@echo 'PYTHON=python3.12 for the Python of .venv, which is made anew if it has another one'
 
@@ -32,6 +32,10 @@ train: $(venv)/.installed ## train the small GPT on this machine; it leaves a fo
 
 test: versions lint ## lint, then the tests, in two processes
 	@PYTHONDONTWRITEBYTECODE= $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) # each of its processes compiles none anew
+
+# The other tests of tests/browser, which need no site, are part of make test.
+test-browser: docs $(venv)/.installed-dev ## the site, opened in Chromium at three widths, light and dark; RAYPAR_BROWSER=required to fail without it
+	@RAYPAR_SITE=build/site $(python) -m pytest tests/browser/test_checks.py tests/browser/test_site.py $(ARGS)
 
 test-long: $(venv)/.installed-long ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills
 	@echo '== the tests marked long, and the random ones with more examples'

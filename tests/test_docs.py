@@ -202,10 +202,11 @@ def test_what_is_wrong_with_a_page_is_seen(folder, capsys):
 
 
 def anchors_of(page: str) -> set[str]:
-    """Where a link into the page may lead, as GitHub and mkdocs name headings."""
+    """Where a link into the page may lead: headings, as GitHub and mkdocs name them, and ``<a id="...">``."""
     plain = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
     heads = re.findall(r"^#+ (.*)$", plain, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+    named = {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+    return named | set(re.findall(r'<a id="([^"]+)">', plain))
 
 
 def dead_links(path: Path, page: str):

@@ -13,6 +13,7 @@ from raypar.reporting.screen import STYLES
 from tests.schedules.drawing.test_palette import contrast
 from tests.support.pictures.badges import badges
 from tests.support.pictures.benchmarks import benchmarks
+from tests.support.pictures.diagrams import pictures
 from tests.support.pictures.terminal import Screen, drawn, run_in_terminal
 
 ROOT = Path(__file__).parents[1]
@@ -21,6 +22,18 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(("made", "name"), [(badges, "badges"), (benchmarks, "benchmarks")])
 def test_a_picture_is_made_of_the_files_as_they_are(made, name):
     assert (ROOT / f"docs/{name}.svg").read_text() == made(), "run make pictures"
+
+
+def test_make_pictures_makes_every_picture():
+    docs = ROOT / "docs"
+    there = {path.relative_to(docs).as_posix() for kind in ("*.svg", "*.png", "pictures/*") for path in docs.glob(kind)}
+    recipe = (ROOT / "Makefile").read_text().partition("\npictures: ")[2].partition("\n\n")[0]
+    assert "-m tests.support.pictures " in recipe and "$(measured)" in recipe
+    commands = recipe + re.search(r"^measured := (.*\n(?:\t.*\n)*)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    made = {*re.findall(r"docs/([\w.-]+\.(?:svg|png))\b", commands), *(f"pictures/{name}" for name in pictures())}
+    script = (ROOT / "tests/support/pictures/__main__.py").read_text()
+    made |= set(re.findall(r'DOCS / "([\w.-]+)"\)', script))
+    assert there == made
 
 
 def test_the_readme_names_what_the_badges_show():

@@ -10,7 +10,9 @@ from html import escape
 
 _BOX = "max-width: 100%; overflow-x: auto"
 _BOLD, _PLAIN = "\x1b[1m", "\x1b[0m"
-_CELL = "text-align: left; padding: 0 1em 0 0; white-space: nowrap"
+_CELL = "text-align: left; padding: 0 1em 0 0; white-space: normal"
+_BROKEN = "display: grid; grid-template-columns: repeat(auto-fit, minmax(5em, 1fr))"  # a row in several lines
+_NARROW = f"<style>@media (max-width: 40em) {{ .raypar-table tr {{ {_BROKEN} }} }}</style>"
 
 
 def in_notebook() -> bool:
@@ -30,14 +32,15 @@ def text_block(text: str) -> str:
 
 
 def notebook_table(rows: Iterable[Sequence[object]], heading: Sequence[str] = ()) -> str:
-    """Return a table as HTML; every cell is escaped.
+    """Return a table as HTML; every cell is escaped. On a narrow page its rows are broken.
 
     Args:
         rows: The cells of each row.
         heading: The names of the columns; none for a table without them.
     """
     lines = [_row("th", heading)] if heading else []
-    return f"<table>{''.join([*lines, *(_row('td', row) for row in rows)])}</table>"
+    inside = "".join([*lines, *(_row("td", row) for row in rows)])
+    return f'<table class="raypar-table">{inside}</table>{_NARROW}'
 
 
 def _row(kind: str, cells: Sequence[object]) -> str:

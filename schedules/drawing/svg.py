@@ -62,7 +62,7 @@ LEAST = 1.45  # width of the narrowest box: more than 2 pixels where a picture i
 WIDEST = 66  # of a box of joined actions: each has its range below it, less than 100 pixels from the next one
 MOST_BOXES = 8_000  # of a picture: beyond it, wider boxes are joined too
 _TICK = 90  # between two ticks
-_LETTER, _DIGIT = 7.7, 6.9
+_LETTER, _DIGIT, _BOLD = 7.7, 6.9, 8.6
 _KEY = 36  # around a key
 _NAMES = {
     Op.F: "F forward",
@@ -157,7 +157,7 @@ class LanesPicture:
         most = max(len(self._schedule.stages_of(rank)) for rank in ranks) if gathers(self._schedule) else 0
         self._strip = most * (_THIN + 1)  # height of the lines that show what is whole
         self._width = max(min(PAGE, MARGIN + self._scale * self.span + GAP), PAGE / 2)
-        self._headings = [line for text in self.headings for line in wrap(text, int((self._width - 2 * GAP) / _LETTER))]
+        self._headings = [line for text in self.headings for line in wrap(text, int((self._width - 2 * GAP) / _BOLD))]
         self._keys = list(self._rows_of_keys())
         self._top = 14 + HEADING * len(self._headings)
         self._bottom = self._top + self._schedule.num_ranks * self._pitch

@@ -24,6 +24,7 @@ from raypar.config.run import RULES, with_programs
 Changes = Mapping[str, Any]
 OWN = {"model": "rp.Layers(layers, loss=loss, plan=plan)", "data": "rp.Batches(batch)"}  # no flags say so
 EXPERTS = {"model.moe.experts": 4}
+YES, NOT_BOTH = "yes", "–"  # cells of the table; the others are numbers of refusals
 FEATURES: Mapping[str, Changes] = {
     "replicas": {"mesh.dp": 4},
     "tensor parallelism": {"mesh.tp": 2},
@@ -175,7 +176,6 @@ def refusal(changes: Changes, data: rp.Text) -> tuple[object, str] | None:
 
 
 @cache
-@cache
 def table() -> tuple[Mapping[tuple[str, str], str], Sequence[tuple[str, str]]]:
     """Return the cells of the table by two features, and the sentences and commands to which numbers in them refer."""
     cells, numbers, notes = dict[tuple[str, str], str](), dict[object, int](), list[tuple[str, str]]()
@@ -185,25 +185,39 @@ def table() -> tuple[Mapping[tuple[str, str], str], Sequence[tuple[str, str]]]:
         if changes is not None and found is not None and found[0] not in numbers:
             numbers[found[0]] = len(notes) + 1
             notes.append((found[1], command(changes)))
-        cells[pair] = "–" if changes is None else "yes" if found is None else str(numbers[found[0]])
+        cells[pair] = NOT_BOTH if changes is None else YES if found is None else str(numbers[found[0]])
     return cells, notes
 
 
 def page() -> str:
-    """Return the page: each feature, the table, and what is said of each refusal."""
+    """Return the page: each feature, what each is refused with, and what is said of each refusal."""
     cells, notes = table()
     names = list(FEATURES)
-    lines = [*HEAD.strip().splitlines(), "", "| | feature | flags |", "|---|---|---|"]
-    lines += [f"| {n} | {name} | {_flags(FEATURES[name])} |" for n, name in enumerate(names, 1)]
-    heads = " | ".join(map(str, range(1, len(names))))
-    lines += ["", "## Two features", "", f"| | {heads} |", "|---" * len(names) + "|"]
-    for n, name in enumerate(names[1:], 2):
-        row = [cells[other, name] for other in names[: n - 1]]
-        lines.append(f"| **{n} {name}** | {' | '.join(row)}{' |' * (len(names) - n)} |")
+    lines = [*HEAD.strip().splitlines(), "", "| feature | flags |", "|---|---|"]
+    lines += [f"| {name} | {_flags(FEATURES[name])} |" for name in names]
+    lines += ["", *PAIRS.strip().splitlines(), "", "| feature | refused with | not both |", "|---|---|---|"]
+    for name in names:
+        found = {
+            other: cells[pair]
+            for other in names
+            if (pair := (name, other)) in cells or (pair := (other, name)) in cells
+        }
+        lines.append(f"| **{name}** | {_refused(found)} | {_listed(found, NOT_BOTH)} |")
     lines += ["", "## Refusals", ""]
     for n, (sentence, how) in enumerate(notes, 1):
-        lines += [f"{n}. {sentence}", "", f"    `{how}`", ""]
+        lines += [f'{n}. <a id="refusal-{n}"></a>{sentence}', "", f"    `{how}`", ""]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _refused(found: Mapping[str, str]) -> str:
+    """Return the features that are refused, those of one refusal together, each with a link to what is said of it."""
+    numbers = dict.fromkeys(cell for cell in found.values() if cell not in (YES, NOT_BOTH))
+    return "; ".join(f"{_listed(found, n)} ([{n}](#refusal-{n}))" for n in sorted(numbers, key=int)) or "none"
+
+
+def _listed(found: Mapping[str, str], cell: str) -> str:
+    """Return the features with a cell."""
+    return ", ".join(name for name, one in found.items() if one == cell)
 
 
 def _flags(changes: Changes) -> str:
@@ -218,18 +232,21 @@ HEAD = """
 <!-- made by python -m tests.support.combinations: change the rules in raypar/config/conflicts, not this page -->
 
 Each run is `raypar train gpt-tiny`, a GPT, with `--mesh.pp 2 --model.layers 4 --micro-batch-size 4 --model.dropout 0.0
---clip none --device cpu` and the flags of the features.
-
-- `yes`: the two go together.
-- A number: they are refused before anything starts, in the words that [Refusals](#refusals) has for the number. The
-  command after the words says so.
-- `–`: both set the same field, or one is a field that the other one's model has not.
+--clip none --device cpu` and the flags of the features. Two features go together unless
+[this table](#two-features) has them.
 
 A run of more features is refused if two of them are. Besides, sizes have to fit each other, which
 `raypar train ... --dry-run` and `rp.faults(run)` say. Models of Hugging Face (`rp.HF`) are GPTs and Llamas here, or own
 modules.
 
 ## Features
+"""
+PAIRS = """
+## Two features
+
+- Refused with: the two are refused before anything starts, in the words that [Refusals](#refusals) has for the number.
+  The command after the words says so.
+- Not both: they set the same field, or one is a field that the other one's model has not.
 """
 
 if __name__ == "__main__":

@@ -12,7 +12,17 @@ from raypar.reporting.html.charts import DASHES, ChartLine, axis_buttons, line_c
 from raypar.reporting.html.experts import aux_total
 from raypar.reporting.html.figures import History, Points, exp, headline, significant, smoothed
 from raypar.reporting.html.half_precision import SCALE, scale_powers
-from raypar.reporting.html.markup import COLORS, VALUE, concatenated, document, element, html_table, note, section
+from raypar.reporting.html.markup import (
+    BELOW,
+    COLORS,
+    VALUE,
+    concatenated,
+    document,
+    element,
+    html_table,
+    note,
+    section,
+)
 from raypar.reporting.html.page import state, titled, unread
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.formatting import amount, percentage
@@ -72,12 +82,12 @@ def comparison(pasts: Sequence[Past], *, faults: Sequence[str] = (), every: int 
 
 
 def _which(runs: Sequence[_One], every: int | None) -> Markup:
-    rows = [[one.tag(), titled(one.past), str(one.past.folder), state(one.past, every)] for one in runs]
+    rows = [[one.tag(), state(one.past, every), titled(one.past), str(one.past.folder)] for one in runs]
     models = {str(sorted(flat(one.past.config.get("model", {})).items())) for one in runs}
     data = {str(sorted(flat(one.past.config.get("data", {})).items())) for one in runs}
     differ = [name for name, found in (("models", models), ("data", data)) if len(found) > 1]
     text = f"They have different {' and '.join(differ)}: a lower loss need not be a better run." if differ else ""
-    shown = html_table(["run", "what", "folder", "state"], rows, ["", "", VALUE, ""])
+    shown = html_table(["run", "state", "what", "folder"], rows, ["", "", BELOW, f"{VALUE} {BELOW}"])
     return section("Runs", shown, *([note(text)] if text else []))
 
 

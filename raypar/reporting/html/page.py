@@ -18,6 +18,7 @@ from raypar.reporting.html.figures import History, Points, exp, headline, middle
 from raypar.reporting.html.forecast import forecast
 from raypar.reporting.html.half_precision import loss_scale, overflow
 from raypar.reporting.html.markup import (
+    BELOW,
     NUMBER,
     concatenated,
     contents,
@@ -161,7 +162,7 @@ def checkpoint_list(past: Past) -> Markup:
         for one in past.checkpoints
     ]
     heads = ["checkpoint", "after step", "tensors", "bytes", "manifest"]
-    listed = html_table(heads, rows, ["name", NUMBER, NUMBER, NUMBER, ""])
+    listed = html_table(heads, rows, ["name", NUMBER, NUMBER, NUMBER, BELOW])
     return section("Checkpoints", listed if rows else note("None."))
 
 

@@ -31,7 +31,7 @@ def test_nothing_runs_off_the_page():
     totals = Totals({"pp=0": {("pp", "send"): LedgerEntry(3, 1024, 0.5)}})
     for shown in (REPORT, Evaluation(4, 2.0, 64, 0.5), totals):
         html = shown._repr_html_()
-        assert html.startswith('<div style="max-width: 100%; overflow-x: auto"><table>')
+        assert html.startswith('<div style="max-width: 100%; overflow-x: auto"><table class="raypar-table">')
         assert html.endswith("</table></div>")
         assert not repr(shown).startswith("<div")
 

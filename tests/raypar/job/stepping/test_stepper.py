@@ -272,7 +272,7 @@ def test_state_says_what_actors_hold(hands):
     head, row = repr(stepper.state()).splitlines()[::2]
     assert "1F0 (<0.001)" in row
     html = stepper.state()._repr_html_()
-    assert html.startswith('<div style="max-width: 100%; overflow-x: auto"><table>')
+    assert html.startswith('<div style="max-width: 100%; overflow-x: auto"><table class="raypar-table">')
     assert ">&lt;0.001</td>" in html and ">gradients</th>" in html
     assert head.split()[:3] == ["MiB", "weights", "gradients"]
     assert row.split()[1:4] == ["<0.001", "0", "0"], "what is there never reads as 0"
