@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,23 +12,21 @@ import pytest
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.page import page
 from tests.raypar.reporting.html.test_report import past, report
+from tests.support.browser import chromium
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="pip install 'raypar[dev]'")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 PLACES = ["step", "tokens seen", "time in steps (s)"]
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A function that presses all buttons of a page, and returns the rows of each file by its name."""
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed")
+    from playwright.sync_api import sync_playwright
 
     def press(text):
         (tmp_path / "page.html").write_text(text, encoding="utf-8")
         found = {}
-        with sync_api.sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
             opened = browser.new_page(accept_downloads=True)
             opened.goto((tmp_path / "page.html").as_uri())
             for button in opened.query_selector_all("button.save"):

@@ -1,4 +1,7 @@
-"""examples/tour.ipynb runs from its first cell to its last, and has the outputs of such an execution."""
+"""examples/tour.ipynb runs from its first cell to its last, and has the outputs of such an execution.
+
+What executes it is part of `make test-browser`, beside the pages that people look at, and of `make test-long`.
+"""
 
 from __future__ import annotations
 
@@ -45,6 +48,7 @@ def outputs_of(notebook):
     return found
 
 
+@pytest.mark.long
 def test_its_outputs_are_those_of_an_execution(tour):
     for (source, kept), (_, shown) in zip(outputs_of(nbformat.read(TOUR, 4)), outputs_of(tour), strict=True):
         assert kept.keys() == shown.keys(), source
@@ -54,6 +58,7 @@ def test_its_outputs_are_those_of_an_execution(tour):
                 assert then == now, source
 
 
+@pytest.mark.long
 def test_nothing_is_red_and_all_draws_itself(tour):
     shown = dict(outputs_of(tour))
     assert not [source for source, kinds in shown.items() if "stderr" in kinds]
