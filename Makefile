@@ -33,9 +33,8 @@ train: $(venv)/.installed ## train the small GPT on this machine; it leaves a fo
 test: versions lint ## lint, then the tests, in two processes
 	@PYTHONDONTWRITEBYTECODE= $(python) -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS) # each of its processes compiles none anew
 
-# The other tests of tests/browser, which need no site, are part of make test.
-test-browser: docs $(venv)/.installed-dev ## the site, opened in Chromium at three widths, light and dark, and the notebook, executed; RAYPAR_BROWSER=required to fail without it
-	@RAYPAR_SITE=build/site $(python) -m pytest -m '' tests/browser/test_checks.py tests/browser/test_site.py tests/raypar/test_tour.py $(ARGS)
+test-browser: docs $(venv)/.installed-dev ## pages, opened in Chromium at three widths, light and dark, and the notebook, executed
+	@RAYPAR_SITE=build/site $(python) -m pytest -m '' tests/browser tests/raypar/test_tour.py $(ARGS)
 
 test-long: $(venv)/.installed-long ## what is too long for every change: fuzzed schedules, runs and layouts, damage, kills
 	@echo '== the tests marked long, and the random ones with more examples'

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.browser import dead_links, examined
+
+pytestmark = pytest.mark.long
 
 SOUND = """<!doctype html><html lang="en"><head><meta charset="utf-8"><style>
 :root { color-scheme: light dark } p { margin: 0 }

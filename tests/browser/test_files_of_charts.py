@@ -14,6 +14,8 @@ from raypar.reporting.html.page import page
 from tests.raypar.reporting.html.test_report import past, report
 from tests.support.browser import chromium
 
+pytestmark = pytest.mark.long
+
 PLACES = ["step", "tokens seen", "time in steps (s)"]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from raypar.cli.main import run_command
 from raypar.reporting.html.compare import comparison
@@ -14,6 +15,8 @@ from tests.raypar.reporting.html.test_experts import lines
 from tests.raypar.reporting.html.test_report import past
 from tests.support.browser import SCHEMES, dead_links, examined
 from tests.support.notebooks import page_of
+
+pytestmark = pytest.mark.long
 
 TOUR = Path(__file__).parents[2] / "examples/tour.ipynb"
 NOT_OURS = ".highlight, .jp-InputPrompt, .jp-OutputPrompt"  # code and numbers of cells, as nbconvert shows them

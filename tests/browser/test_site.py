@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.browser import dead_links, examined, served
 
+pytestmark = pytest.mark.long
+
 SITE = os.environ.get("RAYPAR_SITE")
 
 
