@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raypar.actors.collective import gloo
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.gpu.staged import StagedGroup
@@ -140,6 +141,17 @@ def check_gather(backend, groups, tensors, dtype, seed=0):
     assert all(map(torch.equal, flats, wanted))
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("check", ["sum", "gather"])
+def test_gloo_exchanges_large_parts_in_slices(check, size, monkeypatch):
+    """Which give the same, and a slice may end within a span."""
+    monkeypatch.setattr(gloo, "_SLICE", 1000)
+    groups = make("gloo", size)
+    for dtype in (torch.float32, torch.bfloat16):
+        CHECKS[check]("gloo", groups, SMALL, dtype)
+    CHECKS[check]("gloo", groups, [3000, 1], torch.float64)
+
+
 CHECKS = {"sum": check_sum, "gather": check_gather}
 
 
@@ -169,7 +181,8 @@ def test_a_cut_of_many_kinds_on_every_backend(check, backend, size):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_may_be_under_way_and_are_waited_for_in_any_order(backend):
+def test_many_may_be_under_way_and_are_waited_for_in_any_order(backend, monkeypatch):
+    monkeypatch.setattr(gloo, "_SLICE", 1 << 19)
     groups = members(backend, 2)
     cut, count = cut_of(SMALL, 2)
     large, many = cut_of(LARGE, 2)
@@ -240,7 +253,8 @@ def test_a_mistake_is_refused_before_anything_is_sent(mistake):
 
 @pytest.mark.parametrize("tensors", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_wait_for_a_member_that_does_not_come_ends_at_its_deadline(backend, tensors):
+def test_a_wait_for_a_member_that_does_not_come_ends_at_its_deadline(backend, tensors, monkeypatch):
+    monkeypatch.setattr(gloo, "_SLICE", 1 << 19)
     groups = members(backend, 2, timeout=0.3)
     cut, count = cut_of(tensors, 2)
     flats = flats_of(backend, groups, count, torch.float32)
@@ -255,7 +269,8 @@ def test_a_wait_for_a_member_that_does_not_come_ends_at_its_deadline(backend, te
 @pytest.mark.parametrize(("waiting", "who"), [([0], 0), ([0, 1], 2)], ids=["its own", "its peers'"])
 @pytest.mark.parametrize("tensors", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_abort_ends_the_waits_here_and_those_for_this_member(backend, tensors, waiting, who):
+def test_abort_ends_the_waits_here_and_those_for_this_member(backend, tensors, waiting, who, monkeypatch):
+    monkeypatch.setattr(gloo, "_SLICE", 1 << 19)
     groups = members(backend, 3, timeout=30.0)
     cut, count = cut_of(tensors, 3)
     flats = flats_of(backend, groups, count, torch.float32)
