@@ -142,6 +142,24 @@ def check_gather(backend, groups, tensors, dtype, seed=0):
 
 
 @pytest.mark.parametrize("size", [2, 3])
+def test_gloo_exchanges_at_most_a_slice_of_the_parts_at_once(size, monkeypatch):
+    monkeypatch.setattr(gloo, "_SLICE", 1 << 19)
+    groups, moved = make("gloo", size), []
+    cut, count = cut_of(LARGE, size)
+    swap = groups[0]._swap
+
+    def noted(give, take, tag):
+        moved.append(4 * sum(tensor.numel() for tensor in give.values()))
+        return swap(give, take, tag)
+
+    groups[0]._swap = noted
+    flats = flats_of("gloo", groups, count, torch.float32)
+    together(size, lambda rank: groups[rank].reduce_scatter_cut(None, flats[rank], cut).wait())
+    assert max(moved) <= 1 << 19
+    assert sum(moved) == 4 * (sum(LARGE) - cut.counts[0])
+
+
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("check", ["sum", "gather"])
 def test_gloo_exchanges_large_parts_in_slices(check, size, monkeypatch):
     """Which give the same, and a slice may end within a span."""
