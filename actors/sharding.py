@@ -1,13 +1,13 @@
-"""Shardings: which slices of a logical tensor an actor holds.
+"""Shardings: which slices of a logical tensor an actor holds, and which span of a slice's elements a replica holds.
 
-Tensor parallelism, context parallelism and the checkpoint describe parts of tensors in these terms. Importing this file
-does not import torch, so that a driver can read shardings without it.
+Tensor parallelism, context parallelism, even shards and the checkpoint describe parts of tensors in these terms.
+Importing this file does not import torch, so that a driver can read shardings without it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,67 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+"""along each dim of a tensor, the first index and the one after the last; () for a scalar"""
+Span = tuple[int, int]  # of consecutive elements: the first one, and the one after the last
+
+BLOCK, SMALL_BLOCK = 1024, 64  # elements of a block of a large tensor, and of a small one
+SMALL = 1 << 16  # elements from which a tensor is large
+
+
+def block_of(elements: int) -> int:
+    """Return the elements of a block of a tensor: 1,024, or 64 if it has less than 65,536 elements.
+
+    Both are multiples of every vector of the kernels (AVX-512: 16 fp32 or 32 bf16; GPUs: 4 elements a thread). So a
+    tensor can be cut between blocks, and no element moves between a kernel's vector body and its tail.
+    """
+    return SMALL_BLOCK if elements < SMALL else BLOCK
+
+
+def num_blocks(elements: int) -> int:
+    """Return the number of blocks of a tensor, the last of which may be short."""
+    return -(-elements // block_of(elements))
+
+
+def cut_spans(elements: int, size: int, first: int) -> tuple[Span, ...]:
+    """Cut a tensor into contiguous spans of whole blocks, one a rank.
+
+    The first span belongs to rank ``first``, the next ones to the ranks after it, and after the last rank comes rank 0.
+    The first spans have one block more where the blocks can't be divided evenly. The last block may be short.
+
+    Args:
+        elements: Elements of the tensor.
+        size: Number of ranks, 1 or more.
+        first: Rank that has the beginning of the tensor, from 0 to size - 1.
+
+    Returns:
+        The span of each rank, in rank order; (0, 0) for ranks that hold nothing of the tensor.
+    """
+    block = block_of(elements)
+    base, longer = divmod(num_blocks(elements), size)
+    spans = [(0, 0)] * size
+    for position in range(size if base else longer):
+        start = block * (position * base + min(position, longer))
+        stop = start + block * (base + (position < longer))
+        spans[(first + position) % size] = (start, min(stop, elements))
+    return tuple(spans)
+
+
+def first_ranks(blocks: Mapping[str, int], size: int) -> dict[str, int]:
+    """Return the rank at which each tensor begins: the blocks of all tensors before it, modulo the number of ranks.
+
+    So the surplus blocks of the tensors go round all ranks and do not add up on one.
+
+    Args:
+        blocks: Number of blocks of each logical tensor, in the order of the names of the WHOLE model. So the result
+            depends on neither pipeline ranks nor tensor ranks nor buckets.
+        size: Number of ranks.
+    """
+    found, before = dict[str, int](), 0
+    for name, count in blocks.items():
+        found[name] = before % size
+        before += count
+    return found
 
 
 @dataclass(frozen=True)
@@ -129,38 +190,98 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Shard:
-    """The part that an actor holds of a logical tensor of known shape: one slice along each dim.
+    """The part that an actor holds of a logical tensor of known shape: one slice along each dim, or a span of it.
+
+    A tensor group cuts the tensor first; then replicas cut each slice into spans of elements.
 
     Attributes:
         whole: Shape of the logical tensor.
-        sharding: The slices that the actor holds; dims are not negative.
+        sharding: The slices that the actor's tensor group leaves to it; dims are not negative.
+        elements: The span of the elements of these slices that the actor holds, in memory order; None for all.
+        order: The dims in memory order, outermost first; None for row-major. It matters for spans only.
     """
 
     whole: Shape
     sharding: Sharding = Sharding()
+    elements: Span | None = None
+    order: tuple[int, ...] | None = None
 
     @property
     def is_whole(self) -> bool:
         """Whether the tensor is not sharded at all."""
-        return not self.sharding.dims
+        return not self.sharding.dims and self.elements is None
 
     @property
     def offset(self) -> Shape:
-        """Where the part begins in the logical tensor."""
+        """Where the slices begin in the logical tensor."""
         return tuple(self.span(dim)[0] for dim in range(len(self.whole)))
 
     @property
     def shape(self) -> Shape:
-        """The part's shape."""
+        """The shape of the slices, of which the actor may hold a span only."""
         return tuple(stop - start for start, stop in map(self.span, range(len(self.whole))))
 
-    def span(self, dim: int) -> tuple[int, int]:
-        """Return the first index of the part along a dim, and the index after its last."""
+    def span(self, dim: int) -> Span:
+        """Return the first index of the slice along a dim, and the index after its last."""
         return self.sharding[dim].span(self.whole[dim])
 
+    def boxes(self) -> list[Box]:
+        """Return the part as boxes of the logical tensor: one, or at most 2 d - 1 for a span of a tensor of d dims.
+
+        The boxes of a span are in its order, and the elements of each follow each other in it.
+        """
+        if self.elements is None:
+            return [tuple(map(self.span, range(len(self.whole))))]
+        dims, offset, shape = self._dims, self.offset, self.shape
+        found = list[Box]()
+        for box in _boxes([shape[dim] for dim in dims], *self.elements):
+            by_dim = dict(zip(dims, box, strict=True))
+            found.append(tuple((at + by_dim[dim][0], at + by_dim[dim][1]) for dim, at in enumerate(offset)))
+        return found
+
     def take(self, whole: Tensor) -> Tensor:
-        """Return a view of the part of the logical tensor."""
-        return self.sharding.take(whole)
+        """Return the part of the logical tensor.
+
+        Returns:
+            A view of the slices; of a span, a view (count,) if the slices are dense in memory order, else a copy.
+        """
+        part = self.sharding.take(whole)
+        if self.elements is None:
+            return part
+        start, stop = self.elements
+        part = part.permute(self._dims)
+        if part.is_contiguous():
+            return part.view(-1)[start:stop]
+        taken = whole.new_empty(stop - start)
+        for inside, piece in self._pieces(whole, taken):
+            piece.copy_(inside)
+        return taken
+
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Copy the part into the logical tensor: the inverse of ``take``.
+
+        Args:
+            whole: The logical tensor, of any strides.
+            part: The part, as ``take`` returns it.
+        """
+        if self.elements is None:
+            self.sharding.take(whole).copy_(part)
+            return
+        for inside, piece in self._pieces(whole, part):
+            inside.copy_(piece)
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        return tuple(range(len(self.whole))) if self.order is None else self.order
+
+    def _pieces(self, whole: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the views of a whole tensor that make up a span, each with the view of the span."""
+        start = 0
+        for box in self.boxes():
+            inside = whole[tuple(slice(*span) for span in box)].permute(self._dims)
+            piece = part[start : start + inside.numel()]
+            yield inside, piece.view(inside.shape)
+            start += inside.numel()
 
 
 def join_shards(shards: Sequence[Shard], held: Sequence[Tensor]) -> Tensor:
@@ -174,8 +295,28 @@ def join_shards(shards: Sequence[Shard], held: Sequence[Tensor]) -> Tensor:
         return held[0]
     whole = held[0].new_empty(shards[0].whole)
     for shard, part in zip(shards, held, strict=True):
-        shard.take(whole).copy_(part)
+        shard.put(whole, part)
     return whole
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the boxes that make up a span of the elements of a row-major tensor, in its order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    (first, skipped), (last, rest) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from (((first, first + 1), *box) for box in _boxes(shape[1:], skipped, rest))
+        return
+    if skipped:
+        yield from (((first, first + 1), *box) for box in _boxes(shape[1:], skipped, row))
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, length) for length in shape[1:]))
+    yield from (((last, last + 1), *box) for box in _boxes(shape[1:], 0, rest))
 
 
 _ALL = Pieces()

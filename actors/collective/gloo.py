@@ -1,13 +1,14 @@
 """The CPU backend across nodes: one private torch ProcessGroupGloo per group, built over any torch Store.
 
-It adds what torch's Gloo lacks: a real abort, a deadline on every wait, and reduce_scatter through all-to-all with
-additions in rank order.
+It adds what torch's Gloo lacks: a real abort, a deadline on every wait, reduce_scatter through all-to-all with
+additions in rank order, and sums and gathers of cut tensors in slices that take little memory.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +21,9 @@ from torch.distributed import PrefixStore, Store
 
 from raypar.actors.autograd.torch_private import gloo_options
 from raypar.actors.collective.exchange import ExchangedStore
+from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.group import Finish, Group, GroupMember
+from raypar.actors.collective.op_thread import OpThread
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 from raypar.actors.collective.torch_options import member_parts, options_of
 from raypar.actors.machine.system_features import has_feature
@@ -29,8 +32,11 @@ from raypar.actors.tensors import nbytes, row_size
 _ABORT_TAG = (1 << 31) - 1
 _SMALL_TAG = _ABORT_TAG - 1
 _SMALL = 1 << 15  # bytes, summed over the members, up to which an all_reduce exchanges tensors directly
+_CUT_TAGS = (1 << 30, 1 << 20)  # the first tag of ops on cuts, and how many they use in turn
+_SLICE = 8 << 20  # bytes of all members' parts of a cut that are exchanged at once
 # Torch's own timeout of an op, which also runs before anybody waits for it; our deadlines are those of the waits.
 _NEVER = timedelta(days=1)
+NEVER = _NEVER.total_seconds()  # the timeout of a step of an op, whose deadline is that of its wait
 _SHORTEST = 0.001  # seconds; torch would take a shorter timeout as none
 _LOOK = 0.05  # seconds between two checks for an abort, where a late wait closes no connection
 _LATE = "imed out"  # of "Timed out waiting 50ms for recv operation to complete" and "Operation timed out!"
@@ -46,6 +52,8 @@ class GlooGroup(Group):
 
     def __init__(self, member: GroupMember, store: Store, device: Any) -> None:
         super().__init__(member)
+        self._thread: OpThread | None = None
+        self._cuts = 0  # ops on cuts so far
         rank, size, seconds = member.rank, member.size, member.connect_timeout
         gloo: Any = dist.ProcessGroupGloo  # torch types only a part of it
         options = gloo_options(device, timedelta(seconds=seconds))
@@ -64,6 +72,8 @@ class GlooGroup(Group):
         # ProcessGroupGloo.abort() and shutdown() do nothing (torch 2.13), but an expired wait closes every
         # connection of the group, at both ends. A receive from a lost peer fails without closing the rest: try all.
         self._closed = True
+        if self._thread is not None:
+            self._thread.end()
         for peer in range(self.size if self._pg is not None and self._closes_late else 0):
             if peer != self.rank:
                 try:
@@ -89,14 +99,12 @@ class GlooGroup(Group):
         """
         parts = torch.empty((self.size, tensor.numel()), dtype=tensor.dtype)
         parts[self.rank] = tensor.view(-1)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        works = [self._pg.recv([parts[rank]], rank, _SMALL_TAG) for rank in others]
-        works += [self._pg.send([parts[self.rank]], rank, _SMALL_TAG) for rank in others]
+        others = self._others()
+        give, take = dict.fromkeys(others, parts[self.rank]), {rank: parts[rank] for rank in others}
+        arrived = self._swap(give, take, _SMALL_TAG)
 
         def finish(timeout: float) -> None:
-            deadline = time.monotonic() + timeout
-            for work in works:
-                self._wait(work, deadline - time.monotonic())
+            arrived(timeout)
             reduce_in_order(list(parts), op, tensor)
 
         return finish
@@ -117,6 +125,49 @@ class GlooGroup(Group):
                 reduce_in_order(list(parts.view(self.size, -1)), op, out)
 
         return finish
+
+    def _reduce_scatter_cut(self, out: Tensor | None, flat: Tensor, cut: FlatCut) -> Finish:
+        def begin(start: int, stop: int, tag: int) -> Finish:
+            own = cut.part(flat, self.rank, start, stop)
+            if out is None:
+                own = own.clone()  # so that an interrupted wait can be repeated
+            take = {peer: torch.empty_like(own) for peer in self._others() if own.numel()}
+            give = {peer: cut.part(flat, peer, start, stop) for peer in self._others() if cut.counts[peer] > start}
+            arrived = self._swap(give, take, tag)
+
+            def finish(timeout: float) -> None:
+                arrived(timeout)
+                if own.numel():
+                    total = torch.empty_like(own) if out is None else out[start:stop]
+                    reduce_in_order(
+                        [own if rank == self.rank else take[rank] for rank in range(self.size)], "sum", total
+                    )
+                    if out is None:
+                        cut.put(flat, self.rank, total, start)
+
+            return finish
+
+        return self._in_slices(cut, flat.element_size(), begin)
+
+    def _all_gather_cut(self, flat: Tensor, part: Tensor | None, cut: FlatCut) -> Finish:
+        if part is not None:
+            cut.put(flat, self.rank, part)
+
+        def begin(start: int, stop: int, tag: int) -> Finish:
+            own = cut.part(flat, self.rank, start, stop) if part is None else part[start:stop]
+            give = {peer: own for peer in self._others() if own.numel()}
+            take = {peer: cut.part(flat, peer, start, stop) for peer in self._others() if cut.counts[peer] > start}
+            arrived = self._swap(give, take, tag)
+
+            def finish(timeout: float) -> None:
+                arrived(timeout)
+                for peer, other in take.items():
+                    if len(cut.views(flat, peer, start, stop)) > 1:  # else it came into the flat tensor itself
+                        cut.put(flat, peer, other, start)
+
+            return finish
+
+        return self._in_slices(cut, flat.element_size(), begin)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
         if not row_size(tensor):
@@ -150,6 +201,57 @@ class GlooGroup(Group):
 
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish:
         return self._waiter(self._pg.recv([tensor], src, tag), tensor)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _in_slices(self, cut: FlatCut, itemsize: int, begin: Callable[[int, int, int], Finish]) -> Finish:
+        """Start an op on a cut, slice by slice of the packed parts, of which two at a time take memory.
+
+        A thread performs an op of several slices. If a wait did, members that wait in different orders would wait for
+        each other forever.
+
+        Args:
+            cut: The cut.
+            itemsize: Bytes of an element.
+            begin: Starts a slice, given its first element, the element after its last and the op's tag.
+        """
+        first, most = _CUT_TAGS
+        tag, self._cuts = first + self._cuts % most, self._cuts + 1
+        length = max(1, _SLICE // (itemsize * self.size))
+        starts = range(0, max(cut.counts), length)
+        if len(starts) <= 1:
+            return begin(0, length, tag)
+
+        def perform() -> None:
+            before = begin(0, length, tag)
+            for start in starts[1:]:
+                now = begin(start, start + length, tag)
+                before(NEVER)
+                before = now
+            before(NEVER)
+
+        return self._on_thread(perform)
+
+    def _on_thread(self, work: Callable[[], None]) -> Finish:
+        """Perform an op in the group's thread, one after the other, and return the function that waits for it."""
+        if self._thread is None:
+            self._thread = OpThread(self.name)
+        return self._thread.put(work)
+
+    def _swap(self, give: Mapping[int, Tensor], take: Mapping[int, Tensor], tag: int) -> Finish:
+        """Send tensors to members and receive tensors of members, by rank."""
+        works = [self._pg.recv([tensor], rank, tag) for rank, tensor in take.items()]
+        works += [self._pg.send([tensor], rank, tag) for rank, tensor in give.items()]
+
+        def finish(timeout: float) -> None:
+            deadline = time.monotonic() + timeout
+            for work in works:
+                self._wait(work, deadline - time.monotonic())
+            del keep_alive[:]
+
+        keep_alive = [*give.values(), *take.values()]
+        return finish
 
     def _waiter(self, work: Any, *keep: object) -> Finish:
         """Return a Finish that waits for Gloo's ``work``.

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError, plain_reason
+from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.ledger import Ledger
-from raypar.actors.collective.reductions import REDUCTIONS, ReduceOp
+from raypar.actors.collective.reductions import REDUCTIONS, ReduceOp, reduce_in_order
 from raypar.actors.tensors import nbytes, row_size
 
 TIMEOUT = 60.0  # seconds: of a wait and of connecting, until the owner sets another
@@ -144,7 +145,8 @@ class Group(ABC):
             op: The reduction.
         """
         self._known(op, "all_reduce")
-        return self._run("all_reduce", None, self._all_reduce_bytes(tensor), tensor, self._all_reduce, tensor, op)
+        sent = self._all_reduce_bytes(tensor)
+        return self._run("all_reduce", None, sent, tensor, self._all_reduce, tensor, op, reads_out=True)
 
     def all_gather(self, out: Tensor, tensor: Tensor) -> Handle:
         """Concatenate the members' tensors in rank order.
@@ -186,6 +188,37 @@ class Group(ABC):
         sent = (self.size - 1) * nbytes(out)
         return self._run("reduce_scatter", None, sent, out, self._reduce_scatter, out, tensor, op)
 
+    def reduce_scatter_cut(self, out: Tensor | None, flat: Tensor, cut: FlatCut) -> Handle:
+        """Add the members' flat tensors and keep this rank's part of the sum.
+
+        All backends add in rank order and accumulate half-precision tensors in fp32. Each member sends (N-1)/N of the
+        parts' bytes if they are equal.
+
+        Args:
+            out: Memory for the packed part (cut.counts[rank],), with the dtype of ``flat``. None: the sum replaces this
+                rank's spans of ``flat``; the others' do not change.
+            flat: This member's flat tensor, 1-d; of one length and dtype on all members.
+            cut: Whose spans are where.
+        """
+        counts = self._fit_cut("reduce_scatter_cut", flat, out, cut)
+        sent = (sum(counts) - counts[self.rank]) * flat.element_size()
+        result = flat if out is None else out
+        start, reads_out = self._reduce_scatter_cut, out is None
+        return self._run("reduce_scatter", None, sent, result, start, out, flat, cut, reads_out=reads_out)
+
+    def all_gather_cut(self, flat: Tensor, part: Tensor | None, cut: FlatCut) -> Handle:
+        """Fill a flat tensor with the parts of all members. Elements that belong to nobody do not change.
+
+        Args:
+            flat: The result, 1-d; of one length and dtype on all members.
+            part: This member's packed part (cut.counts[rank],), with the dtype of ``flat``. None: this rank's spans of
+                ``flat`` are its part.
+            cut: Whose spans are where.
+        """
+        counts = self._fit_cut("all_gather_cut", flat, part, cut)
+        sent = (self.size - 1) * counts[self.rank] * flat.element_size()
+        return self._run("all_gather", None, sent, flat, self._all_gather_cut, flat, part, cut, reads_out=True)
+
     def all_to_all(
         self, out: Tensor, tensor: Tensor, out_splits: Sequence[int] = (), in_splits: Sequence[int] = ()
     ) -> Handle:
@@ -219,7 +252,8 @@ class Group(ABC):
         """
         self._known(op, "reduce")
         out = tensor if self.rank == root else None
-        return self._run("reduce", root, nbytes(tensor) * (out is None), out, self._reduce, tensor, root, op)
+        sent = nbytes(tensor) * (out is None)
+        return self._run("reduce", root, sent, out, self._reduce, tensor, root, op, reads_out=True)
 
     def gather(self, out: Tensor | None, tensor: Tensor, root: int) -> Handle:
         """Concatenate the members' tensors in rank order on rank ``root``.
@@ -353,6 +387,34 @@ class Group(ABC):
 
         return finish
 
+    def _reduce_scatter_cut(self, out: Tensor | None, flat: Tensor, cut: FlatCut) -> Finish:
+        """Send each member its part, packed, and add what comes."""
+        packed, own = cut.packed(flat), cut.counts[self.rank]
+        parts = packed.new_empty(self.size * own)
+        arrived = self._all_to_all(parts, packed, [own] * self.size, list(cut.counts))
+
+        def finish(timeout: float) -> None:
+            arrived(timeout)
+            if own:
+                total = packed.new_empty(own) if out is None else out
+                reduce_in_order(list(parts.view(self.size, own)), "sum", total)
+                if out is None:
+                    cut.put(flat, self.rank, total)
+
+        return finish
+
+    def _all_gather_cut(self, flat: Tensor, part: Tensor | None, cut: FlatCut) -> Finish:
+        """Gather all parts, packed, and copy them to their spans."""
+        packed = flat.new_empty(sum(cut.counts))
+        own = cut.part(flat, self.rank) if part is None else part
+        arrived = self._all_gather_parts(packed, own, cut.counts)
+
+        def finish(timeout: float) -> None:
+            arrived(timeout)
+            cut.unpack(packed, flat)
+
+        return finish
+
     @abstractmethod
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish: ...
     @abstractmethod
@@ -370,7 +432,16 @@ class Group(ABC):
     @abstractmethod
     def _recv(self, tensor: Tensor, src: int, tag: int) -> Finish: ...
 
-    def _run(self, op: str, peer: int | None, sent: int, out: Tensor | None, start: Start, *args: object) -> Handle:
+    def _run(
+        self,
+        op: str,
+        peer: int | None,
+        sent: int,
+        out: Tensor | None,
+        start: Start,
+        *args: object,
+        reads_out: bool = False,
+    ) -> Handle:
         """Check, start and count an op.
 
         Args:
@@ -380,6 +451,7 @@ class Group(ABC):
             out: The tensor among the arguments that becomes the result; None if none does.
             start: The method of the backend that starts it.
             args: The arguments of that method, which gets contiguous tensors.
+            reads_out: Whether the op also reads ``out``, or leaves some of it as it is.
         """
         if peer is not None and not 0 <= peer < self.size:
             raise ValueError(f"group {self.name}: {op}: rank {peer} is not one of its {self.size} members")
@@ -387,7 +459,10 @@ class Group(ABC):
             raise GroupError(self.name, op, peer, "the group was closed after an earlier fault")
         begin = time.perf_counter()
         try:
-            given: list[Any] = [self._staged(op, arg, out) if isinstance(arg, Tensor) else arg for arg in args]
+            given: list[Any] = [
+                self._staged(arg, is_read=arg is not out or reads_out) if isinstance(arg, Tensor) else arg
+                for arg in args
+            ]
             finish = start(*given)
         except (RuntimeError, OSError) as error:
             raise self.fault(op, peer, plain_reason(error, self.timeout)) from error
@@ -399,8 +474,8 @@ class Group(ABC):
         # The root of an op waits for all members, so its handle names no peer.
         return Handle(self, op, None if peer == self.rank else peer, finish)
 
-    def _staged(self, op: str, tensor: Tensor, out: Tensor | None) -> Tensor:
-        """Return the contiguous tensor that an op uses for one of its tensors; ``out`` is that of the result."""
+    def _staged(self, tensor: Tensor, *, is_read: bool) -> Tensor:
+        """Return the contiguous tensor that an op uses for one of its tensors, and whose values it may read."""
         return tensor.contiguous()
 
     def _splits(self, tensor: Tensor, splits: Sequence[int], name: str) -> list[int]:
@@ -417,6 +492,16 @@ class Group(ABC):
         self._same(None if whole is None else whole.numel(), part.numel() * self.size, rule)
         assert whole is not None
         self._alike(whole, part, rule.partition(":")[0])
+
+    def _fit_cut(self, op: str, flat: Tensor, part: Tensor | None, cut: FlatCut) -> tuple[int, ...]:
+        """Return the elements of each member's part, once the tensors are known to fit the cut."""
+        self._same(len(cut.spans), self.size, f"{op}: the cut must have the spans of each member")
+        self._same(flat.dim(), 1, f"{op}: a flat tensor has one dim")
+        self._same(flat.numel() >= cut.end, True, f"{op}: the flat tensor must have the {cut.end} elements of the cut")
+        if part is not None:
+            self._same(part.numel(), cut.counts[self.rank], f"{op}: the part must have the elements of its spans")
+            self._alike(flat, part, op)
+        return cut.counts
 
     def _alike(self, a: Tensor, b: Tensor, op: str) -> None:
         self._same(a.dtype, b.dtype, f"{op}: both tensors must have one dtype")

@@ -10,18 +10,15 @@ which members share a node, and on nothing else. Smaller tensors and all other o
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from raypar.actors.collective.gloo import GlooGroup
+from raypar.actors.collective.gloo import NEVER, GlooGroup
 from raypar.actors.collective.group import Finish, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.group import ShmGroup
@@ -31,7 +28,6 @@ from raypar.actors.tensors import nbytes
 LARGE = 1 << 18  # bytes from which an all_reduce goes node by node
 _PIECE = 4 << 20  # bytes of a piece
 _STEPS, _ACROSS = 3, 1
-_NEVER = 86_400.0  # seconds: the deadline of an op is that of its wait, which closes the group
 
 
 class HierarchicalGroup(GlooGroup):
@@ -54,7 +50,6 @@ class HierarchicalGroup(GlooGroup):
     ) -> None:
         self._node: ShmGroup | None = None
         self._leaders: GlooGroup | None = None
-        self._line: _Line | None = None
         super().__init__(member, PrefixStore("flat", store), device)
         self._num_nodes = len(nodes)
         own = next(index for index, ranks in enumerate(nodes) if member.rank in ranks)
@@ -65,15 +60,12 @@ class HierarchicalGroup(GlooGroup):
         if among[0] == member.rank:
             of_node = replace(member, rank=own, size=len(nodes), ledger=None)
             self._leaders = GlooGroup(of_node, PrefixStore("leaders", store), device)
-        self._line = _Line(member.name)
 
     def abort(self) -> None:
         super().abort()
         for part in (self._node, self._leaders):
             if part is not None:
                 part.abort()
-        if self._line is not None:
-            self._line.end()
 
     def _is_large(self, tensor: Tensor) -> bool:
         return nbytes(tensor) >= LARGE
@@ -91,8 +83,7 @@ class HierarchicalGroup(GlooGroup):
         if not self._is_large(tensor):
             return super()._all_reduce(tensor, op)
         pieces = tensor.view(-1).split(_PIECE // tensor.element_size())
-        assert self._line is not None
-        return self._line.put(lambda: self._reduce_pieces(pieces, op))
+        return self._on_thread(lambda: self._reduce_pieces(pieces, op))
 
     def _reduce_pieces(self, pieces: Sequence[Tensor], op: ReduceOp) -> None:
         """Take all pieces through the steps, each of which is started for a piece when the one before is complete."""
@@ -102,7 +93,7 @@ class HierarchicalGroup(GlooGroup):
                 at = beat - step
                 if 0 <= at < len(pieces):
                     if step:
-                        under_way.pop(at)(_NEVER)
+                        under_way.pop(at)(NEVER)
                     if step < _STEPS:
                         under_way[at] = self._started(step, pieces[at], op)
 
@@ -117,34 +108,3 @@ class HierarchicalGroup(GlooGroup):
 
 def _done(timeout: float) -> None:
     """Return at once: the Finish of a step in which this member does not take part."""
-
-
-class _Line:
-    """A thread that performs ops one after the other, so that they go on while the actor computes.
-
-    Args:
-        name: Name of the group, for the thread's name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._tasks = SimpleQueue[tuple[Callable[[], None], Future[None]] | None]()
-        self._thread = threading.Thread(target=self._run, name=f"group {name}", daemon=True)
-        self._thread.start()
-
-    def put(self, work: Callable[[], None]) -> Finish:
-        """Queue an op, which ``work`` performs, and return the function that waits for it."""
-        done = Future[None]()
-        self._tasks.put((work, done))
-        return done.result
-
-    def end(self) -> None:
-        """End the thread after the ops that are queued, which fail at once if their groups are closed."""
-        self._tasks.put(None)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            work, done = task
-            try:
-                done.set_result(work())
-            except Exception as error:
-                done.set_exception(error)

@@ -13,8 +13,8 @@ from torch import Tensor
 from raypar.actors.checkpoint.shards import AtHand
 from raypar.actors.collective.group import Group
 from raypar.actors.portions import portions
-from raypar.actors.relayout.moves import Box, Boxes, HeldTensors, Kind, TensorMove
-from raypar.actors.sharding import Shape, Shard, Sharding
+from raypar.actors.relayout.moves import Boxes, HeldTensors, Kind, TensorMove
+from raypar.actors.sharding import Box, Shape, Shard, Sharding
 from raypar.actors.tensors import nbytes
 
 Spans = tuple[tuple[tuple[int, int], ...], ...]  # along each dim, the spans that an actor needs, in order

@@ -16,10 +16,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heapreplace
 from typing import NamedTuple
 
-from raypar.actors.sharding import Shape
+from raypar.actors.sharding import Box, Shape
 
-Box = tuple[tuple[int, int], ...]
-"""along each dim of a tensor, the first index and the one after the last; () for a scalar"""
 Boxes = Mapping[str, Sequence[Box]]
 """by logical name of a tensor, boxes of it"""
 _BITS = re.compile(r"[0-9]+")  # in the name of a dtype; bool has a byte

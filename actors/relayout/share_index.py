@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
-from raypar.actors.relayout.moves import Box, Boxes, BoxFinder, box_at
-from raypar.actors.sharding import Shape
+from raypar.actors.relayout.moves import Boxes, BoxFinder, box_at
+from raypar.actors.sharding import Box, Shape
 
 
 class StoredBoxes(NamedTuple):

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from raypar.actors.collective.flat_cut import FlatCut
+
 
 def together(size, work):
     """``work(rank)`` in a thread for each rank; the results by rank."""
@@ -58,6 +60,7 @@ def check_every_op(group, dtype, device, layout=lambda tensor: tensor, count=4):
     group.all_to_all(out := empty(size * count), mine(size * count)).wait()
     expect(out, wide.view(size, size, -1)[:, rank], "all_to_all")
     check_uneven(group, dtype, device)
+    check_cuts(group, dtype, device)
     group.barrier().wait()
     if size > 1:
         sent = group.send(mine(), (rank + 1) % size)
@@ -74,6 +77,28 @@ def check_uneven(group, dtype, device):
     out = torch.full((sum(outs), 2), 9).to(dtype).to(device)
     group.all_to_all(out, tensor, outs, ins).wait()
     assert out[:, 0].tolist() == [s for s in range(size) for _ in range(s + rank)]
+
+
+def check_cuts(group, dtype, device):
+    """Rank r has 2 r elements of one tensor and 1 of another; 3 elements belong to nobody."""
+    size, rank = group.size, group.rank
+    second = size * (size - 1) + 3
+    cut = FlatCut(tuple(((r * (r - 1), r * (r + 1)), (second + r, second + r + 1)) for r in range(size)))
+    wholes = [values(r, second + size, dtype, device) for r in range(size)]
+    total = torch.stack([whole.cpu() for whole in wholes]).sum(0).to(dtype)
+    out = torch.full((cut.counts[rank],), 9).to(dtype).to(device)
+    flat = wholes[rank].clone()
+    group.reduce_scatter_cut(out, flat, cut).wait()
+    group.reduce_scatter_cut(None, flat, cut).wait()
+    assert torch.equal(out.cpu(), cut.part(total, rank)), ("reduce_scatter_cut", rank)
+    wanted = wholes[rank].cpu().clone()
+    cut.put(wanted, rank, cut.part(total, rank))
+    assert torch.equal(flat.cpu(), wanted), ("reduce_scatter_cut in place", rank)
+    cut.unpack(cut.packed(total), wanted)
+    group.all_gather_cut(flat, None, cut).wait()
+    assert torch.equal(flat.cpu(), wanted), ("all_gather_cut in place", rank)
+    group.all_gather_cut(other := wholes[rank].clone(), out, cut).wait()
+    assert torch.equal(other.cpu(), wanted), ("all_gather_cut", rank)
 
 
 def check_nothing(group, device):

@@ -180,12 +180,21 @@ class FailingGroup(LocalGroup):
         super().__init__(hub, axis, rank, size, timeout)
         self._op, self._left = op, nth
 
-    def _run(self, op: str, peer: int | None, sent: int, out: Tensor | None, start: Start, *args: object) -> Handle:
+    def _run(
+        self,
+        op: str,
+        peer: int | None,
+        sent: int,
+        out: Tensor | None,
+        start: Start,
+        *args: object,
+        reads_out: bool = False,
+    ) -> Handle:
         if op == self._op:
             self._left -= 1
             if self._left == 0:
                 raise self.fault(op, peer, "injected fault")
-        return super()._run(op, peer, sent, out, start, *args)
+        return super()._run(op, peer, sent, out, start, *args, reads_out=reads_out)
 
 
 def local_groups(axis: str, size: int, timeout: float = 30.0) -> list[LocalGroup]:

@@ -131,7 +131,16 @@ class GpuGroup(Group):
             self._reason = f"an earlier op failed ({op}{whom}: {reason})"
         return super().fault(op, peer, reason)
 
-    def _run(self, op: str, peer: int | None, sent: int, out: Tensor | None, start: Start, *args: object) -> Handle:
+    def _run(
+        self,
+        op: str,
+        peer: int | None,
+        sent: int,
+        out: Tensor | None,
+        start: Start,
+        *args: object,
+        reads_out: bool = False,
+    ) -> Handle:
         demand_device(self.name, op, self.device, args)
 
         def begin(*args: object) -> Finish:
@@ -147,7 +156,7 @@ class GpuGroup(Group):
                 self._watcher.add(issued)
             return issued
 
-        return super()._run(op, peer, sent, out, begin, *args)
+        return super()._run(op, peer, sent, out, begin, *args, reads_out=reads_out)
 
     def _barrier(self) -> Finish:
         token = torch.zeros(1, device=self.device)

@@ -8,12 +8,12 @@ import logging
 import torch
 from torch import Tensor
 
+from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.gpu.group import demand_device
 from raypar.actors.collective.group import Finish, Group, GroupMember, Handle, Start
 from raypar.actors.collective.reductions import ReduceOp
 
 log = logging.getLogger(__name__)
-_IN_PLACE = ("all_reduce", "reduce")  # ops that read the tensor of their result
 
 
 class StagedGroup(Group):
@@ -40,13 +40,22 @@ class StagedGroup(Group):
         self._closed = True
         self._inner.abort()
 
-    def _run(self, op: str, peer: int | None, sent: int, out: Tensor | None, start: Start, *args: object) -> Handle:
+    def _run(
+        self,
+        op: str,
+        peer: int | None,
+        sent: int,
+        out: Tensor | None,
+        start: Start,
+        *args: object,
+        reads_out: bool = False,
+    ) -> Handle:
         demand_device(self.name, op, self.device, args)
-        return super()._run(op, peer, sent, out, start, *args)
+        return super()._run(op, peer, sent, out, start, *args, reads_out=reads_out)
 
-    def _staged(self, op: str, tensor: Tensor, out: Tensor | None) -> Tensor:
+    def _staged(self, tensor: Tensor, *, is_read: bool) -> Tensor:
         """Return the host's tensor for one of an op, a copy of it unless the op only writes into it."""
-        return self._read(tensor) if tensor is not out or op in _IN_PLACE else self._host_like(tensor)
+        return self._read(tensor) if is_read else self._host_like(tensor)
 
     def _all_reduce_bytes(self, tensor: Tensor) -> int:
         return self._inner._all_reduce_bytes(tensor)
@@ -59,6 +68,12 @@ class StagedGroup(Group):
 
     def _reduce_scatter(self, out: Tensor, tensor: Tensor, op: ReduceOp) -> Finish:
         return self._inner._reduce_scatter(out, tensor, op)
+
+    def _reduce_scatter_cut(self, out: Tensor | None, flat: Tensor, cut: FlatCut) -> Finish:
+        return self._inner._reduce_scatter_cut(out, flat, cut)
+
+    def _all_gather_cut(self, flat: Tensor, part: Tensor | None, cut: FlatCut) -> Finish:
+        return self._inner._all_gather_cut(flat, part, cut)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
         return self._inner._all_to_all(out, tensor, outs, ins)

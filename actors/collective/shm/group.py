@@ -13,12 +13,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.flow import FlowStep, OpInProgress, Segments, always, nothing
 from raypar.actors.collective.shm.links import INLINE, PeerConnection
-from raypar.actors.collective.shm.mailbox import SHARED, Mailbox, Parts
-from raypar.actors.collective.shm.ops import Swap, by_shares, reduce_parts
+from raypar.actors.collective.shm.mailbox import SHARED, Mailbox, Parts, Use
+from raypar.actors.collective.shm.ops import Swap, by_parts, by_shares, reduce_parts, reduce_spans
 from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes, row_size
 
@@ -93,6 +94,46 @@ class ShmGroup(Group):
         give = [(rows[peer], [peer]) for peer in self._others]
         fold = self._fold(flat, rows[self.rank], op)
         return self._exchange(give, self._from_all(flat.numel()), flat.dtype, fold)
+
+    def _reduce_scatter_cut(self, out: Tensor | None, flat: Tensor, cut: FlatCut) -> Finish:
+        """Add this rank's spans. Peers read a window, or a copy of a small tensor, as a whole; else packed parts."""
+        reduce = partial(reduce_spans, out, flat, cut, self.rank)
+        if self.size == 1:
+            reduce(0, {})
+            return nothing
+        if nbytes(flat) > SLAB and not self._box.is_window(flat):
+            return self._start(by_parts(self._box, self.rank, flat, cut, self._channel(), reduce))
+        receivers = [peer for peer in self._others if cut.counts[peer]]
+        senders = self._others if cut.counts[self.rank] else []
+
+        def use(wholes: Parts) -> None:
+            reduce(0, {peer: cut.views(whole, self.rank) for peer, whole in wholes.items()})
+
+        return self._swap_flat(flat, receivers, senders, use)
+
+    def _all_gather_cut(self, flat: Tensor, part: Tensor | None, cut: FlatCut) -> Finish:
+        """Copy the others' spans. Peers read a window as a whole; else packed parts."""
+        if part is None and self._box.is_window(flat):
+            senders = [peer for peer in self._others if cut.counts[peer]]
+            receivers = self._others if cut.counts[self.rank] else []
+
+            def use(wholes: Parts) -> None:
+                for peer, whole in wholes.items():
+                    for own, other in zip(cut.views(flat, peer), cut.views(whole, peer), strict=True):
+                        own.copy_(other)
+
+            return self._swap_flat(flat, receivers, senders, use)
+        if part is None:
+            part = cut.part(flat, self.rank)
+        else:
+            cut.put(flat, self.rank, part)
+
+        def fill(segment: slice, parts: Parts) -> None:
+            for peer, other in parts.items():
+                cut.put(flat, peer, other, segment.start or 0)
+
+        take = {peer: cut.counts[peer] for peer in self._others}
+        return self._exchange([(part, self._others)], take, flat.dtype, fill)
 
     def _all_to_all(self, out: Tensor, tensor: Tensor, outs: list[int], ins: list[int]) -> Finish:
         row = row_size(out)
@@ -223,6 +264,14 @@ class ShmGroup(Group):
             FlowStep(lambda k: self._box.sent(involved) and all(self._box.given(flat) for flat, _ in give), nothing),
         ]
         return self._start(Segments(-(-longest // segment), steps, peers=involved, copies=copies))
+
+    def _swap_flat(self, flat: Tensor, receivers: Sequence[int], senders: Sequence[int], use: Use) -> Finish:
+        """Let peers read all of a flat tensor, and use the whole flat tensors of peers."""
+        give = [(flat, receivers)] if receivers else []
+        totals = dict.fromkeys(senders, nbytes(flat))
+        return self._start(
+            Swap(self._box, self._channel(), give, totals, flat.dtype, use, peers={*receivers, *senders})
+        )
 
     def _start(self, flow: OpInProgress) -> Finish:
         self._box.start(flow)

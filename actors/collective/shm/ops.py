@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.reductions import REDUCTIONS, ReduceOp, reduce_in_order
 from raypar.actors.collective.shm.flow import FlowStep, OpInProgress, Segments, always, nothing
 from raypar.actors.collective.shm.mailbox import Mailbox, Parts, Use
+from raypar.actors.collective.shm.slabs import SLAB
 from raypar.actors.tensors import nbytes
+
+Spans = Mapping[int, Sequence[Tensor]]  # by peer, its views of spans of this member's part
 
 
 @dataclass(eq=False)
@@ -116,6 +120,71 @@ def by_shares(box: Mailbox, rank: int, size: int, flat: Tensor, op: ReduceOp, ch
         FlowStep(lambda k: box.sent(others) and box.given(flat), nothing),
     ]
     return Segments(-(-flat.numel() // block), steps, peers=others, copies=not box.is_window(flat))
+
+
+def by_parts(
+    box: Mailbox, rank: int, flat: Tensor, cut: FlatCut, channel: int, reduce: Callable[[int, Spans], None]
+) -> Segments:
+    """Create the flow of a reduction in which each member gets its packed part of the others' flat tensors.
+
+    The parts are packed segment by segment, so that they take little memory.
+
+    Args:
+        box: The mailbox.
+        rank: Rank of this member.
+        flat: This member's flat tensor.
+        cut: Whose spans are where.
+        channel: Channel of the op.
+        reduce: Called with the first element of each range of this member's part, and with the others' spans of it.
+    """
+    counts, size, block = cut.counts, flat.element_size(), SLAB // flat.element_size()
+    others = [peer for peer in range(len(counts)) if peer != rank]
+    totals = dict.fromkeys(others, counts[rank] * size)
+
+    def give(k: int) -> None:
+        for peer in others:
+            if counts[peer] > k * block:
+                part = cut.part(flat, peer, k * block, (k + 1) * block)
+                box.post(channel, counts[peer] * size, part, [peer], shares=False)
+
+    def is_over(k: int) -> bool:
+        return counts[rank] <= k * block
+
+    def use(k: int) -> None:
+        if not is_over(k):
+            lengths = [view.numel() for view in cut.views(flat, rank, k * block, (k + 1) * block)]
+            box.take(
+                channel,
+                totals,
+                flat.dtype,
+                lambda parts: reduce(k * block, {peer: part.split(lengths) for peer, part in parts.items()}),
+            )
+
+    steps = [
+        FlowStep(always, give),
+        FlowStep(lambda k: is_over(k) or box.have(channel, others), use),
+        FlowStep(lambda k: box.sent(others), nothing),
+    ]
+    return Segments(-(-max(counts) // block), steps, peers=others, copies=True)
+
+
+def reduce_spans(out: Tensor | None, flat: Tensor, cut: FlatCut, rank: int, start: int, spans: Spans) -> None:
+    """Add the others' spans of a range of this member's part to its own, in rank order.
+
+    Args:
+        out: The packed part that becomes the sum; None if the sum replaces this member's spans of ``flat``.
+        flat: This member's flat tensor.
+        cut: Whose spans are where.
+        rank: Rank of this member.
+        start: First element of the range, counted in the packed part.
+        spans: By peer, its views of the spans of the range.
+    """
+    lengths = [view.numel() for view in next(iter(spans.values()), cut.views(flat, rank))]
+    stop = start + sum(lengths)
+    own = cut.views(flat, rank, start, stop)
+    targets = own if out is None else out[start:stop].split(lengths)
+    for number, (target, view) in enumerate(zip(targets, own, strict=True)):
+        reduce_parts(target, view, {peer: views[number] for peer, views in spans.items()}, rank, "sum")
 
 
 def reduce_parts(out: Tensor, own: Tensor, parts: Parts, rank: int, op: ReduceOp) -> None:
