@@ -53,38 +53,32 @@ class ShardedGradients:
         for group in dict.fromkeys(group for name in gradients for group in self.partial[name]):
             _sum([gradient for name, gradient in gradients.items() if group in self.partial[name]], group)
 
-    def norms(self, names: Sequence[str], norms: Tensor) -> tuple[Tensor, float]:
-        """Return the norms of whole gradients, and the number of parts that are not finite, the same on every member.
+    def counts(self, name: str) -> bool:
+        """Return whether this member counts its part of a gradient, so that each element is counted by one member.
 
         Args:
-            names: Logical names of the parameters.
-            norms: Norms (n,) of this member's parts of their gradients, on the host.
+            name: Logical name of a parameter that is not private.
+        """
+        if self.group is None:
+            return True
+        return name in self._counted if name in self.shards else self.group.rank == 0
+
+    def demand_equal(self, squares: Mapping[str, float]) -> None:
+        """Compare the gradients of replicated parameters between members, if they are watched.
+
+        Args:
+            squares: The sum of the squares of this member's part of each gradient, by logical name.
 
         Raises:
-            ValueError: The gradients are watched, and that of a replicated parameter differs between members.
+            ValueError: One differs.
         """
-        bad = (~norms.isfinite()).sum(dtype=torch.float64)
-        if self.group is None:
-            return norms, float(bad)
-        common = torch.tensor([name not in self.private for name in names])
-        whole = norms.clone()
-        whole[common], votes = self._common([name for name in names if name not in self.private], norms[common], bad)
-        return whole, votes
-
-    def _common(self, names: Sequence[str], norms: Tensor, bad: Tensor) -> tuple[Tensor, float]:
-        """Return ``norms`` for parameters that the group shards or replicates; ``bad`` is this member's count."""
-        sharded = torch.tensor([name in self.shards for name in names], dtype=torch.bool)
-        counted = torch.tensor([name in self._counted for name in names], dtype=torch.bool)
-        own = norms.double().square()
-        squares = torch.where(counted | ~sharded, own, 0.0)
-        votes = torch.cat((squares, bad[None]))
-        assert self.group is not None
-        self.group.host.all_reduce(votes).wait()
-        squares = votes[:-1]
-        if self.watched:
-            whole = [name for name in names if name not in self.shards]
-            _demand_equal_norms(whole, own[~sharded], squares[~sharded], self.group)
-        return torch.where(sharded, squares.sqrt().to(norms.dtype), norms), float(votes[-1])
+        if not self.watched or self.group is None:
+            return
+        names = [name for name in squares if name not in self.shards and name not in self.private]
+        own = torch.tensor([squares[name] for name in names], dtype=torch.float64)
+        total = own.clone()
+        self.group.host.all_reduce(total).wait()
+        _demand_equal_norms(names, own, total, self.group)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Gather a tensor that is sharded like a parameter. All members call it, in the same order.
