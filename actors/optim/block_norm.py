@@ -46,17 +46,18 @@ class ExactSum:
         """Add the squares of numbers (n,) float32 on the host, at most 2**29."""
         bits = numbers.numpy().view(np.uint32)
         exponents, fractions = (bits >> _FRACTION) & _MOST, bits & ((1 << _FRACTION) - 1)
-        finite = exponents < _MOST
-        others = fractions[~finite]
-        nans = int(np.count_nonzero(others))
-        exponents, fractions = exponents[finite], fractions[finite]
+        infinities = nans = 0
+        if not (finite := exponents < _MOST).all():
+            nans = np.count_nonzero(fractions[~finite])
+            infinities = np.count_nonzero(~finite) - nans
+            exponents, fractions = exponents[finite], fractions[finite]
         mantissas = fractions | ((exponents > 0).astype(np.uint32) << _FRACTION)
         squares, powers = np.square(mantissas, dtype=np.int64), np.maximum(exponents, 1) - 1
         units = 0
         for part, shift in ((squares & ((1 << _HALF) - 1), 0), (squares >> _HALF, _HALF)):
             sums = np.bincount(powers, part)  # float64
             units += sum(int(sums[power]) << (2 * int(power) + shift) for power in np.flatnonzero(sums))
-        return cls(units, len(others) - nans, nans)
+        return cls(units, int(infinities), int(nans))
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> ExactSum:
@@ -117,13 +118,14 @@ class BlockNorms:
     @classmethod
     def joined(cls, parts: Iterable[BlockNorms]) -> BlockNorms:
         """Return the norms of several sets of gradients."""
-        values, rows, start = [torch.zeros(0)], dict[str, Sequence[slice]](), 0
-        for part in parts:
+        first, *others = [*parts] or [cls(torch.zeros(0), {})]
+        values, rows, start = [first._values], dict(first._rows), len(first._values)
+        for part in others:
             values.append(part._values)
             for name, own in part._rows.items():
                 rows[name] = [slice(one.start + start, one.stop + start) for one in own]
             start += len(part._values)
-        return cls(torch.cat(values) if len(values) > 2 else values[-1], rows)
+        return cls(torch.cat(values), rows) if others else first
 
     @property
     def names(self) -> list[str]:
@@ -139,7 +141,7 @@ class BlockNorms:
         if len(names) == len(self._rows):
             return ExactSum.of(self._values)
         chosen = [self._values[rows] for name in names for rows in self._rows[name]]
-        return ExactSum.of(torch.cat([torch.zeros(0), *chosen]))
+        return ExactSum.of(torch.cat(chosen)) if chosen else ExactSum()
 
     def of(self, name: str) -> Tensor:
         """Return the norms (n,) of the blocks of a parameter's gradient."""

@@ -305,9 +305,11 @@ class Updater:
         Args:
             ballot: As in ``step``.
         """
-        message = self._tallies(ballot)[1].message()
-        if self.group is not None:
-            self.group.host.all_reduce(message).wait()
+        _, reported = self._tallies(ballot)
+        if self.group is None:
+            return reported
+        message = reported.message()
+        self.group.host.all_reduce(message).wait()
         return GradientTally.read(message)
 
     def _tallies(self, ballot: Tensor | None) -> tuple[GradientTally, GradientTally]:
