@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from raypar.actors.autograd.torch_private import copy_each
-from raypar.actors.collective.group import Group
 from raypar.actors.portions import portions
 from raypar.actors.sharding import SMALL, block_of
 
@@ -48,8 +47,8 @@ class ExactSum:
         exponents, fractions = (bits >> _FRACTION) & _MOST, bits & ((1 << _FRACTION) - 1)
         infinities = nans = 0
         if not (finite := exponents < _MOST).all():
-            nans = np.count_nonzero(fractions[~finite])
-            infinities = np.count_nonzero(~finite) - nans
+            nans = int(np.count_nonzero(fractions[~finite]))
+            infinities = int(np.count_nonzero(~finite)) - nans
             exponents, fractions = exponents[finite], fractions[finite]
         mantissas = fractions | ((exponents > 0).astype(np.uint32) << _FRACTION)
         squares, powers = np.square(mantissas, dtype=np.int64), np.maximum(exponents, 1) - 1
@@ -57,16 +56,16 @@ class ExactSum:
         for part, shift in ((squares & ((1 << _HALF) - 1), 0), (squares >> _HALF, _HALF)):
             sums = np.bincount(powers, part)  # float64
             units += sum(int(sums[power]) << (2 * int(power) + shift) for power in np.flatnonzero(sums))
-        return cls(units, int(infinities), int(nans))
+        return cls(units, infinities, nans)
 
     @classmethod
-    def read(cls, numbers: Sequence[int]) -> ExactSum:
+    def read(cls, numbers: Sequence[float]) -> ExactSum:
         """Return the sum from the result of ``numbers``, or the sum of several from the sum of their results."""
-        *limbs, infinities, nans = numbers
+        *limbs, infinities, nans = map(int, numbers)
         return cls(sum(limb << (_LIMB * index) for index, limb in enumerate(limbs)), infinities, nans)
 
     def numbers(self) -> list[int]:
-        """Return ``MESSAGE_LENGTH`` integers that express the sum, each small enough to add those of 2**31 actors."""
+        """Return 21 integers that express the sum. In fp64 those of 2**21 actors are added without rounding."""
         limbs = [(self.units >> (_LIMB * index)) & ((1 << _LIMB) - 1) for index in range(_NUM_LIMBS)]
         return [*limbs, self.infinities, self.nans]
 
@@ -87,21 +86,6 @@ class ExactSum:
         if not self.is_finite:
             return torch.tensor(math.nan if self.nans else math.inf)
         return torch.tensor(math.ldexp(math.sqrt(self.units), _SMALLEST), dtype=torch.float64).float()
-
-
-MESSAGE_LENGTH = len(ExactSum().numbers())
-
-
-def sums_over(sums: Sequence[ExactSum], group: Group) -> list[ExactSum]:
-    """Add sums over the members of a group, with one all_reduce of integers.
-
-    Args:
-        sums: This member's sums, as many as each other member has.
-        group: The members.
-    """
-    numbers = torch.tensor([one.numbers() for one in sums], dtype=torch.int64)
-    group.host.all_reduce(numbers).wait()
-    return [ExactSum.read(one) for one in numbers.tolist()]
 
 
 class BlockNorms:

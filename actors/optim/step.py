@@ -300,7 +300,7 @@ class Updater:
     def _count(self, ballot: Tensor | None) -> GradientTally:
         """Collect the gradient norms, the loss correction and the votes from all actors.
 
-        The norms are added as integers, and the correction is known to one actor, so no bit depends on the actors.
+        The sums are those of integers, and one actor knows the correction, so no bit depends on the actors.
 
         Args:
             ballot: As in ``step``.

@@ -36,15 +36,14 @@ class GradientTally(NamedTuple):
         return self.squares.root()
 
     def message(self) -> Tensor:
-        """Return this report as integers (n,), whatever the model is: the sum of the messages is the summed report."""
-        factor = torch.tensor([self.correction], dtype=torch.float64).view(torch.int64)  # one actor at most has one
-        return torch.tensor([*self.squares.numbers(), int(factor), self.against])
+        """Return this report as (23,) float64, whatever the model is; the sum of messages is the summed report."""
+        return torch.tensor([*self.squares.numbers(), self.correction, self.against], dtype=torch.float64)
 
     @classmethod
     def read(cls, message: Tensor) -> GradientTally:
         """Read the message of one actor, or the sum of all messages."""
-        *squares, _, against = message.tolist()
-        return cls(ExactSum.read(squares), message[-2:-1].view(torch.float64).item(), against)
+        *squares, factor, against = message.tolist()
+        return cls(ExactSum.read(squares), factor, int(against))
 
 
 class PendingReport(NamedTuple):

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from raypar.actors.optim.block_norm import BlockNorms, ExactSum, sums_over
-from raypar.actors.tensor_parallel.gradients import ShardedGradients
+import torch
+
+from raypar.actors.optim.block_norm import BlockNorms, ExactSum
+from raypar.actors.tensor_parallel.gradients import ShardedGradients, demand_equal_squares
 
 
 def whole_squares(norms: BlockNorms, tensors: ShardedGradients, experts: Collection[str]) -> tuple[ExactSum, ExactSum]:
-    """Add the squares of gradients over a tensor-parallel group, with one message of a fixed size.
+    """Add the squares of gradients over a tensor-parallel group.
+
+    They are one message of a fixed size. Where gradients are watched, it has also one number for each replicated one.
 
     Args:
         norms: The norms of this member's parts of the gradients.
@@ -26,9 +30,13 @@ def whole_squares(norms: BlockNorms, tensors: ShardedGradients, experts: Collect
     dense = _own_squares(norms, tensors, [name for name in norms.names if name not in experts])
     common = _own_squares(norms, tensors, [name for name in norms.names if name in experts])
     if tensors.group is not None:
-        dense, common = sums_over([dense, common], tensors.group)
-    if tensors.watched:
-        tensors.demand_equal({name: float(norms.of(name).double().square().sum()) for name in norms.names})
+        names, count = tensors.compared(norms.names), len(dense.numbers())
+        own = torch.tensor([norms.of(name).double().square().sum() for name in names], dtype=torch.float64)
+        message = torch.cat((torch.tensor([*dense.numbers(), *common.numbers()], dtype=torch.float64), own))
+        tensors.group.host.all_reduce(message).wait()
+        total = message.tolist()
+        dense, common = ExactSum.read(total[:count]), ExactSum.read(total[count : 2 * count])
+        demand_equal_squares(names, own, message[2 * count :], tensors.group)
     return dense, common + norms.squares([name for name in norms.names if name in tensors.private])
 
 

