@@ -372,7 +372,7 @@ MAY_IMPORT = {
     ),
     "actors/models/tiles": "actors actors/layers actors/models actors/specs",
     "actors/optim": (
-        "actors actors/checkpoint actors/collective actors/data actors/machine actors/models "
+        "actors actors/autograd actors/checkpoint actors/collective actors/data actors/machine actors/models "
         "actors/models/init actors/models/tiles actors/specs actors/tensor_parallel"
     ),
     "actors/pipeline": (

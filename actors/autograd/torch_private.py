@@ -62,6 +62,9 @@ module_with(
         "_softmax_backward_data",
         "_fused_sdp_choice",
         "_assert_async",
+        "_foreach_copy_",
+        "_foreach_mul_",
+        "_foreach_lerp_",
         "ops.aten._unsafe_view",
         "ops.aten._scaled_dot_product_flash_attention_for_cpu",
         "ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
@@ -297,6 +300,29 @@ def demand_later(condition: Tensor, message: str) -> None:
         RuntimeError: The condition is false and on the CPU. On a GPU the device fails, at this or a later call.
     """
     torch._assert_async(condition, message)
+
+
+# --- one op for many tensors ------------------------------------------------------------------------------------------
+# On a GPU it is one kernel, or a few; the results have the bits of the ops on single tensors. torch documents these
+# ops, but their names are private. Retry at upgrades.
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors into others of the same shapes, which may have other dtypes and strides."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def scale_each(tensors: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply tensors in place by a factor: a number, or a tensor () on their device."""
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
+
+
+def lerp_each(tensors: list[Tensor], ends: list[Tensor], weight: float) -> None:
+    """Move tensors in place toward others: by ``weight`` times the difference."""
+    if tensors:
+        torch._foreach_lerp_(tensors, ends, weight)
 
 
 # --- modes and ops of a recorded build -------------------------------------------------------------------------------

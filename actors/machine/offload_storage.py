@@ -27,6 +27,7 @@ from raypar.actors.tensors import nbytes
 
 # <asm-generic/mman-common.h>: they fault pages in, and return an error where an access would end the process (SIGBUS)
 _POPULATE_READ, _POPULATE_WRITE = 22, 23
+PORTION = 4 << 20  # bytes of tensors off the device that are used at a time, unless one alone is larger
 _NOT_MAPPED = ctypes.c_void_p(-1).value  # MAP_FAILED
 _WAIT_BEFORE = 1  # <linux/fs.h>: SYNC_FILE_RANGE_WAIT_BEFORE
 

@@ -7,10 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.machine.offload_storage import OffloadStorage
+from raypar.actors.autograd.torch_private import copy_each, scale_each
+from raypar.actors.machine.offload_storage import PORTION, OffloadStorage
 from raypar.actors.models.init.cast import cast
+from raypar.actors.portions import portions
 from raypar.actors.specs.precision import Precision
-from raypar.actors.tensors import dtype_of
+from raypar.actors.tensors import dtype_of, nbytes
 
 
 class Masters:
@@ -57,23 +59,32 @@ class Masters:
         for parameter, master in () if self.storage.is_off_device else self._copied:
             master.grad, parameter.grad = _in_dtype(parameter.grad, master.dtype), None
         if scale != 1.0:
-            for _, _, gradient in self.with_gradients(writes=True):
-                gradient.mul_(scale)
+            for gradients in self.gradients(writes=True):
+                scale_each(list(gradients.values()), scale)
 
-    def with_gradients(self, *, writes: bool = False) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield (logical name, master, gradient) of every master with a gradient, accessible until the next one.
+    def gradients(self, *, writes: bool = False) -> Iterator[dict[str, Tensor]]:
+        """Yield the gradients by logical name: on the device all at once, else in portions.
+
+        Those off the device are accessible until the next portion.
 
         Args:
             writes: Whether gradients will be written to.
         """
-        for name, master in self.parameters.items():
-            if master.grad is not None:
-                with self.storage.accessible([master.grad], writes=writes):
-                    yield name, master, master.grad
+        found = {name: master.grad for name, master in self.parameters.items() if master.grad is not None}
+        if not self.storage.is_off_device:
+            yield found
+            return
+        for names in portions(found, lambda name: nbytes(found[name]), PORTION):
+            portion = {name: found[name] for name in names}
+            with self.storage.accessible(portion.values(), writes=writes):
+                yield portion
 
     @torch.no_grad()
     def publish(self) -> None:
         """Write the masters into the layers' parameters, rounded to their dtype."""
+        if not self.storage.is_off_device:
+            copy_each([copy for copy, _ in self._copies], [master for _, master in self._copies])
+            return
         for copy, master in self._copies:
             with self.storage.accessible([master]), self.storage.accessible([copy], writes=True):
                 copy.copy_(master)

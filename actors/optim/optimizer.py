@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
-from raypar.actors.machine.offload_storage import OffloadStorage
+from raypar.actors.machine.offload_storage import PORTION, OffloadStorage
 from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
@@ -23,7 +23,6 @@ from raypar.actors.tensors import is_dense, nbytes
 # State keys of a parameter, by optimizer: see ``Rule.kind``.
 STATE_KEYS = {"adamw": ("step", "exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",), "muon": ("momentum_buffer",)}
 _UPDATERS = {"adamw": ("adamw",), "sgd": ("sgd",), "muon": ("muon", "adamw")}  # by kind of a run's optimizer
-_PORTION = 4 << 20  # bytes of weights off the device that are updated at a time, unless one alone is larger
 
 
 class _AdamW(torch.optim.AdamW):
@@ -140,13 +139,6 @@ def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter).copy_(value)
 
 
-def gradient_norm(gradient: Tensor) -> Tensor:
-    """Return the 2-norm of a gradient: () float32, on its device; half precision is summed in float32."""
-    is_half = gradient.dtype in (torch.bfloat16, torch.float16)
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float32 if is_half else None).float()
-    return norm
-
-
 class OffloadedOptimizer:
     """Updates weights in portions, so that only one portion's weights, gradients and states are mapped at a time.
 
@@ -176,7 +168,7 @@ class OffloadedOptimizer:
             for group in self.param_groups:
                 group["params"] = []
             for group, params in zip(self.param_groups, members, strict=True):
-                for portion in portions((one for one in params if one.grad is not None), nbytes, _PORTION):
+                for portion in portions((one for one in params if one.grad is not None), nbytes, PORTION):
                     group["params"] = portion
                     self._update(portion)
                 group["params"] = []

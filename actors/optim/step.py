@@ -11,11 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.torch_private import scale_each
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group
 from raypar.actors.data.batches import correction
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.models.tied_weights import Ends
+from raypar.actors.optim.block_norm import BlockNorms, GradientBlocks
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
@@ -23,7 +25,6 @@ from raypar.actors.optim.optimizer import (
     OffloadedOptimizer,
     Optimizer,
     build_optimizer,
-    gradient_norm,
     load_state,
     reserve_states,
     set_lr,
@@ -31,6 +32,7 @@ from raypar.actors.optim.optimizer import (
 )
 from raypar.actors.optim.votes import GradientTally, PendingReport, ReportedGradients
 from raypar.actors.optim.weight_average import WeightAverage
+from raypar.actors.optim.whole_squares import whole_squares
 from raypar.actors.specs.precision import FP16_MAX
 from raypar.actors.specs.results import Updated
 from raypar.actors.specs.run import Run
@@ -64,14 +66,14 @@ class Updater:
 
     Attributes:
         masters: The weights that this actor updates.
-        names: Names of all logical parameters of the model. Every layout sums the global norm in this order, so that it
-            has the same bits.
+        names: Names of all logical parameters of the model.
         ties: Tied weights whose two ends are on different ranks. Both ends get the sum of the gradients, and the same
             update.
         group: All actors that update parts of one model: the ranks of the pipeline, or all servers. None if there is
             only one.
         tensors: The parameters that a tensor-parallel group shards, and the gradients that it must sum.
         reports: The numbers that this actor reports to the group.
+        experts: The parameters of experts that are divided over actors.
         run: The run, with the settings of the optimizer.
         scaler: The scale of the loss.
         reached: Parameters that must have a gradient in the first update; others are reported.
@@ -83,13 +85,14 @@ class Updater:
     group: Group | None
     tensors: ShardedGradients
     reports: ReportedGradients
+    experts: Collection[str]
     run: Run
     scaler: LossScaler
     reached: Collection[str]
 
     def __post_init__(self) -> None:
         storage, self._parameters = self.masters.storage, self.masters.parameters
-        self._positions = {name: position for position, name in enumerate(self.names)}
+        self._logical, self._blocks = frozenset(self.names), GradientBlocks(self._parameters)
         self._optimizer: Optimizer | None = build_optimizer(self.run.optim, self._parameters, self.tensors)
         if storage.is_off_device and self._optimizer is not None:
             self._optimizer = OffloadedOptimizer(self._optimizer, storage)
@@ -125,11 +128,11 @@ class Updater:
             ballot: As in ``step``.
         """
         self._prepare()
-        known, numbers = self._numbers(ballot)
-        own = GradientTally.of(known)  # equal on all actors of a stage, so that all of them update, or none
+        own, reported = self._tallies(ballot)  # the first is equal on all actors of a stage: all update, or none
         is_plain = self._is_plain(own if ballot is not None else own._replace(correction=1.0))
-        handle = None if self.group is None else self.group.host.all_reduce(numbers)
-        return PendingReport(ballot, numbers, handle, is_plain)
+        message = reported.message()
+        handle = None if self.group is None else self.group.host.all_reduce(message)
+        return PendingReport(ballot, message, handle, is_plain)
 
     def apply(self, step: int) -> float:
         """Update the parameters by their gradients, unchanged, and return the learning rate."""
@@ -159,12 +162,12 @@ class Updater:
         """
         if vote.handle is not None:
             vote.handle.wait()
-        tally = GradientTally.of(vote.numbers)
+        tally = GradientTally.read(vote.message)
         if vote.is_plain and self._is_plain(tally):
             scale = self.scaler.scale if self.scaler.is_on else None
             lr = lr_at(self.run.optim, step - self.scaler.skipped, self.run.steps)
             self.scaler.grow()
-            return Updated(float(torch.linalg.vector_norm(tally.norms)), lr, scale, unreached=self._unreached()), True
+            return Updated(float(tally.norm()), lr, scale, unreached=self._unreached()), True
         if vote.is_plain:
             undo()
         return self._decide(step, vote.ballot, tally), False
@@ -177,7 +180,7 @@ class Updater:
 
     def _is_plain(self, tally: GradientTally) -> bool:
         """Return whether the update uses the gradients unchanged: finite, uncorrected and within the clip."""
-        total = torch.linalg.vector_norm(tally.norms)
+        total = tally.norm()
         fits = self.run.clip is None or not bool(self.run.clip / (total + 1e-6) < 1.0)
         return tally.is_finite and tally.correction == 1.0 and bool(torch.isfinite(total)) and fits
 
@@ -187,21 +190,23 @@ class Updater:
         """Clip the gradients and update the parameters, or skip the step, by the sum of all reports; see ``step``."""
         scale = self.scaler.scale if self.scaler.is_on else None
         if tally.correction == 0.0:  # the step has no targets
-            return Updated(float(torch.linalg.vector_norm(tally.norms)), None, scale, is_skipped=True)
+            return Updated(float(tally.norm()), None, scale, is_skipped=True)
         overflow = not tally.is_finite
         if overflow and self.scaler.clamps:
             most = FP16_MAX / self.scaler.scale
-            self._change_gradients(lambda gradient: gradient.nan_to_num_(math.nan, most, -most))
+            for gradients in self.masters.gradients(writes=True):
+                for gradient in gradients.values():
+                    gradient.nan_to_num_(math.nan, most, -most)
             tally = self._count(ballot)
         if tally.correction != 1.0:
-            self._change_gradients(lambda gradient: gradient.mul_(tally.correction))
+            self._scale_gradients(tally.correction)
             tally = self._count(ballot)
-        total = torch.linalg.vector_norm(tally.norms)
+        total = tally.norm()
         if not tally.is_finite or not torch.isfinite(total):
             self._skip_or_raise(step, tally)
             return Updated(float(total), None, scale, is_skipped=True)
         if self.run.clip is not None and (share := self.run.clip / (total + 1e-6)) < 1.0:  # as torch's clip_grad_norm_
-            self._change_gradients(lambda gradient: gradient.mul_(share.to(gradient.device)))
+            self._scale_gradients(share)
         if change is not None:
             change()
         unreached = self._unreached()
@@ -258,8 +263,7 @@ class Updater:
             self.scaler.skipped += 1
             self.scaler.fall()
             return
-        pairs = zip(self.names, tally.norms.tolist(), strict=True)
-        bad = [name for name, norm in pairs if not norm < float("inf")]
+        bad = self._bad_gradients()
         if tally.against:
             nor = f", nor are the gradients of {len(bad)} of {len(self.names)} parameters ({bad[0]})" if bad else ""
             or_lower = ", or lower the learning rate" if bad else ""
@@ -274,50 +278,58 @@ class Updater:
             f"({len(bad)} of {len(self.names)} parameters); no weight was changed: {fix}"
         )
 
-    def _change_gradients(self, change: Callable[[Tensor], object]) -> None:
-        """Change all gradients in place."""
-        for _, _, gradient in self.masters.with_gradients(writes=True):
-            change(gradient)
+    def _bad_gradients(self) -> list[str]:
+        """Return the parameters whose gradients are not finite on any actor, in the order of the names.
+
+        All actors call it at once, and only before they raise an error: its message grows with the model.
+        """
+        norms = self._block_norms()
+        bad = torch.tensor([name in norms.names and not bool(norms.of(name).isfinite().all()) for name in self.names])
+        counts = bad.long()
+        for group in (self.tensors.group, self.group):
+            if group is not None:
+                group.host.all_reduce(counts).wait()
+        return [name for name, count in zip(self.names, counts.tolist(), strict=True) if count]
+
+    def _scale_gradients(self, factor: float | Tensor) -> None:
+        """Multiply all gradients by a number, or by a tensor () on the host."""
+        for gradients in self.masters.gradients(writes=True):
+            own = list(gradients.values())
+            scale_each(own, factor.to(own[0].device) if own and isinstance(factor, Tensor) else factor)
 
     def _count(self, ballot: Tensor | None) -> GradientTally:
         """Collect the gradient norms, the loss correction and the votes from all actors.
 
-        Each of these numbers is known to one actor and zero on the others, so the all_reduce is exact to the last bit.
-        Only votes are sums.
+        The sums are those of integers, and one actor knows the correction, so no bit depends on the actors.
 
         Args:
             ballot: As in ``step``.
         """
-        _, numbers = self._numbers(ballot)
-        if self.group is not None:
-            self.group.host.all_reduce(numbers).wait()
-        return GradientTally.of(numbers)
+        _, reported = self._tallies(ballot)
+        if self.group is None:
+            return reported
+        message = reported.message()
+        self.group.host.all_reduce(message).wait()
+        return GradientTally.read(message)
 
-    def _numbers(self, ballot: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the numbers of this actor, and those of them that it reports to the group.
-
-        Each tensor has the norms in the order of the names, correction, votes against and overflows; 0 where there is
-        none.
-        """
-        numbers = torch.zeros(len(self.names) + 3)
+    def _tallies(self, ballot: Tensor | None) -> tuple[GradientTally, GradientTally]:
+        """Return the report on all that this actor knows, and the part of it that it reports to the group."""
+        dense, experts = whole_squares(self._block_norms(), self.tensors, self.experts)
+        own = GradientTally(dense + experts)
         if ballot is not None:
             tokens, expected, against = ballot.tolist()
-            numbers[-3], numbers[-2] = correction(tokens, expected), against
-        own = {
-            name: gradient_norm(gradient)
-            for name, _, gradient in self.masters.with_gradients()
-            if name in self._positions
-        }
-        if own:
-            norms, numbers[-1] = self.tensors.norms(list(own), torch.stack(list(own.values())).cpu())
-            numbers[[self._positions[name] for name in own]] = norms
-        reported = numbers.clone()
-        if self.reports.names is not None:
-            left_out = [at for name, at in self._positions.items() if name not in self.reports.names]
-            reported[left_out] = 0.0
-        if not self.reports.ballot:
-            reported[-3:-1] = 0.0
-        return numbers, reported
+            own = own._replace(correction=correction(tokens, expected), against=int(against))
+        kinds = (dense, self.reports.dense), (experts, self.reports.experts)
+        first, second = (squares if reports else squares.without_units() for squares, reports in kinds)
+        reported = own._replace(squares=first + second)
+        return own, reported if self.reports.ballot else reported._replace(correction=0.0, against=0)
+
+    def _block_norms(self) -> BlockNorms:
+        """Measure the gradients of this actor's parameters; copies of tied weights are left out."""
+        return BlockNorms.joined(
+            self._blocks.norms({name: one for name, one in gradients.items() if name in self._logical})
+            for gradients in self.masters.gradients()
+        )
 
     def _reduce_ties(self) -> None:
         """Sum the gradients of each tied weight over its ranks.

@@ -8,32 +8,42 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.group import Handle
+from raypar.actors.optim.block_norm import ExactSum
 
 
 class GradientTally(NamedTuple):
     """The reports of all actors on a step's gradients, summed.
 
     Attributes:
-        norms: The gradient norm of every logical parameter (n,) float32, in the order of the model's names.
+        squares: The sum of the squares of all gradients' block norms. Parts that are not finite may be counted by
+            several actors.
         correction: The factor that turns gradients into those of the mean over the step's tokens: see ``correction``;
             0 for a step without tokens.
         against: Number of replicas whose loss is not finite.
-        overflows: Number of tensors, or parts of tensors, whose gradients are not finite.
     """
 
-    norms: Tensor
-    correction: float
-    against: float
-    overflows: float
+    squares: ExactSum
+    correction: float = 0.0
+    against: int = 0
 
     @property
     def is_finite(self) -> bool:
-        return self.against == 0.0 and self.overflows == 0.0
+        """Whether all losses and all block norms are finite."""
+        return self.against == 0 and self.squares.is_finite
+
+    def norm(self) -> Tensor:
+        """Return the global gradient norm: () float32 on the host."""
+        return self.squares.root()
+
+    def message(self) -> Tensor:
+        """Return this report as (23,) float64, whatever the model is; the sum of messages is the summed report."""
+        return torch.tensor([*self.squares.numbers(), self.correction, self.against], dtype=torch.float64)
 
     @classmethod
-    def of(cls, numbers: Tensor) -> GradientTally:
-        """Read the report of one actor, or the sum of all reports."""
-        return cls(numbers[:-3].clone(), *numbers[-3:].tolist())
+    def read(cls, message: Tensor) -> GradientTally:
+        """Read the message of one actor, or the sum of all messages."""
+        *squares, factor, against = message.tolist()
+        return cls(ExactSum.read(squares), factor, int(against))
 
 
 class PendingReport(NamedTuple):
@@ -41,13 +51,13 @@ class PendingReport(NamedTuple):
 
     Attributes:
         ballot: The ballot of the actor.
-        numbers: Its report, and after the all_reduce the sum of all reports.
+        message: The message of its report, and after the all_reduce the sum of all messages.
         handle: Handle of the all_reduce; None if there is no other actor.
         is_plain: Whether, by this actor's report, the update uses the gradients unchanged.
     """
 
     ballot: Tensor | None
-    numbers: Tensor
+    message: Tensor
     handle: Handle | None
     is_plain: bool
 
@@ -57,11 +67,13 @@ class ReportedGradients(NamedTuple):
 
     Attributes:
         ballot: Whether it reports the ballot.
-        names: The parameters whose gradient norms it reports; None for all that it updates.
+        dense: Whether it reports the gradients of parameters that are not experts'.
+        experts: Whether it reports those of experts.
     """
 
     ballot: bool = True
-    names: frozenset[str] | None = None
+    dense: bool = True
+    experts: bool = True
 
 
 def ballot_of(tokens: int, expected: float, *, sound: bool) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.torch_private import lerp_each
 from raypar.actors.checkpoint.snapshot import AVERAGE, Read
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.optimizer import laid_out
@@ -39,14 +40,15 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         """Update the averages by the masters, after an update of these."""
-        storage = self._masters.storage
-        for name, master in self._masters.parameters.items():
+        storage, masters = self._masters.storage, self._masters.parameters
+        averaged = list(self._averages)
+        for name, master in masters.items():
             if name not in self._averages:
                 self._averages[name] = storage.copied(master)
-                continue
-            average = self._averages[name]
-            with storage.accessible([master]), storage.accessible([average], writes=True):
-                average.lerp_(master.detach(), 1 - self._decay)
+        for names in [[name] for name in averaged] if storage.is_off_device else [averaged]:
+            own, averages = [masters[name].detach() for name in names], [self._averages[name] for name in names]
+            with storage.accessible(own), storage.accessible(averages, writes=True):
+                lerp_each(averages, own, 1 - self._decay)
 
     @torch.no_grad()
     def use(self, *, use: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,38 +53,21 @@ class ShardedGradients:
         for group in dict.fromkeys(group for name in gradients for group in self.partial[name]):
             _sum([gradient for name, gradient in gradients.items() if group in self.partial[name]], group)
 
-    def norms(self, names: Sequence[str], norms: Tensor) -> tuple[Tensor, float]:
-        """Return the norms of whole gradients, and the number of parts that are not finite, the same on every member.
+    def counts(self, name: str) -> bool:
+        """Return whether this member counts its part of a gradient, so that each element is counted by one member.
 
         Args:
-            names: Logical names of the parameters.
-            norms: Norms (n,) of this member's parts of their gradients, on the host.
-
-        Raises:
-            ValueError: The gradients are watched, and that of a replicated parameter differs between members.
+            name: Logical name of a parameter that is not private.
         """
-        bad = (~norms.isfinite()).sum(dtype=torch.float64)
         if self.group is None:
-            return norms, float(bad)
-        common = torch.tensor([name not in self.private for name in names])
-        whole = norms.clone()
-        whole[common], votes = self._common([name for name in names if name not in self.private], norms[common], bad)
-        return whole, votes
+            return True
+        return name in self._counted if name in self.shards else self.group.rank == 0
 
-    def _common(self, names: Sequence[str], norms: Tensor, bad: Tensor) -> tuple[Tensor, float]:
-        """Return ``norms`` for parameters that the group shards or replicates; ``bad`` is this member's count."""
-        sharded = torch.tensor([name in self.shards for name in names], dtype=torch.bool)
-        counted = torch.tensor([name in self._counted for name in names], dtype=torch.bool)
-        own = norms.double().square()
-        squares = torch.where(counted | ~sharded, own, 0.0)
-        votes = torch.cat((squares, bad[None]))
-        assert self.group is not None
-        self.group.host.all_reduce(votes).wait()
-        squares = votes[:-1]
-        if self.watched:
-            whole = [name for name in names if name not in self.shards]
-            _demand_equal_norms(whole, own[~sharded], squares[~sharded], self.group)
-        return torch.where(sharded, squares.sqrt().to(norms.dtype), norms), float(votes[-1])
+    def compared(self, names: Iterable[str]) -> list[str]:
+        """Return those of these parameters whose gradients the members compare: see ``demand_equal_squares``."""
+        if not self.watched or self.group is None:
+            return []
+        return [name for name in names if name not in self.shards and name not in self.private]
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Gather a tensor that is sharded like a parameter. All members call it, in the same order.
@@ -111,16 +94,19 @@ class ShardedGradients:
         return whole if shard is None else shard.take(whole)
 
 
-def _demand_equal_norms(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
-    """Raise ValueError if a gradient that should be the same on all members differs from their mean.
+def demand_equal_squares(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
+    """Demand that gradients that should be the same on all members are, but for rounding.
 
     Differences of rounding are allowed, because members may be machines of different kinds.
 
     Args:
         names: Logical names of the parameters.
-        own: Squares of this member's norms (n,).
+        own: Squares (n,) of the norms of this member's gradients.
         total: Sums (n,) of the members' squares.
         group: The members.
+
+    Raises:
+        ValueError: One differs from the mean of the members.
     """
     if not names:
         return

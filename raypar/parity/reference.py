@@ -23,10 +23,11 @@ from raypar.actors.machine.device import ComputeDevice, device_of
 from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import Skipped
+from raypar.actors.optim.block_norm import global_norm
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import masters_of
-from raypar.actors.optim.optimizer import build_optimizer, gradient_norm, set_lr
+from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import mean_loss
@@ -212,8 +213,8 @@ class _Plain:
             sums.publish()
         self._masters.take_gradients(1.0 / self._scaler.scale)
         _scale(parameters, self._correction or 1.0)
-        norms = [gradient_norm(weight.grad) for weight in parameters.values() if weight.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        gradients = {name: weight.grad for name, weight in parameters.items() if weight.grad is not None}
+        norm = global_norm(gradients, parameters)
         if not sum(counts):
             return None, float(norm)
         if sums is not None:

@@ -128,19 +128,17 @@ def updater_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Upd
     )
     reported = ReportedGradients(ballot=plan.rank in world.server_ranks or world.reports_ballot(plan.rank))
     if world.experts is not None:
-        first, reports = world.is_first(plan.rank, expert=True), world.is_first(plan.rank)
-        reports &= not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
-        experts = part.owners.experts
-        names_here = (one for one in part.parameters if (first if one in experts else reports))
-        reported = reported._replace(names=frozenset(names_here))
+        reports = world.is_first(plan.rank) and not (world.mesh.folds_experts and world.at(plan.rank)["tp"] > 0)
+        reported = reported._replace(dense=reports, experts=world.is_first(plan.rank, expert=True))
     # In an asynchronous schedule stages update independently: there is no global norm, and no vote.
     train = plan.programs["train"]
     every = groups.get(world.updaters) if train.validated or not train.stream else None
     if world.mesh.is_uneven:  # all replicas and tensor ranks of all stages are in one group
-        own = frozenset(part.parameters if reported.ballot else ())
-        reported = ReportedGradients() if every is None else reported._replace(names=own)
+        reports = every is None or reported.ballot
+        reported = ReportedGradients(reports, reports, reports)
     reached = part.parameters.keys() - part.model.experts.keys() if watched else ()
-    return Updater(part.masters, names, part.ties, every, tensors, reported, run, scaler, reached)
+    experts = part.owners.experts
+    return Updater(part.masters, names, part.ties, every, tensors, reported, experts, run, scaler, reached)
 
 
 def shared_update(

@@ -283,13 +283,13 @@ def test_a_step_sends_what_the_textbook_says():
     tp, m, attentions, wide, vocab = 4, 3, 2, 2 * 5 * 16 * 4, 12
     team = team_of(decoder, DECODER, tp, m=m, loss=cross_entropy, data=tokens)
     team.step(0)
-    ring, weights = 2 * (tp - 1), len(team.weights()) + 1  # and a vote
+    ring, squares = 2 * (tp - 1), 2 * 21 + 2 * attentions  # two sums, and those that members compare: norms'
     shared = attentions * 2 * 4 * 4
     sums = m * (2 * attentions + 2), m * (2 * attentions + 2) * wide
     gathered = m, m * (tp - 1) * 2 * 5 * (vocab // tp) * 4
     assert (
         team.ledger("tp")
-        == [{"all_reduce": (sums[0] + 2, ring * (sums[1] + shared + weights * 8) // tp), "all_gather": gathered}] * tp
+        == [{"all_reduce": (sums[0] + 2, ring * (sums[1] + shared + squares * 8) // tp), "all_gather": gathered}] * tp
     )
 
 

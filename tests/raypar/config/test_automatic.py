@@ -123,7 +123,7 @@ SAID = {"layers.0": "split0", "layers.1": "split1", "layers.2.0": "row", "layers
 
 
 def test_as_many_bytes_are_sent_as_the_search_has_counted():
-    """Norms and a vote are sent besides."""
+    """Two sums of squares are sent besides, and the squares of what both members hold, which they compare."""
     run = run_of(MIXED, SAID)
     costs = Prices(2, Roofline(1e9, 1e9, 0.0), RingRoute(1e9, 0.0), 4, run.microbatches)
     layers = Skeleton(run.model, 0).layers
@@ -133,7 +133,8 @@ def test_as_many_bytes_are_sent_as_the_search_has_counted():
     team.step(0)
     sent = sum(bytes for _, bytes in team.ledger("tp")[0].values())
     assert division.sent > 0
-    assert sent == run.microbatches * division.sent + 8 * (len(team.weights()) + 1)
+    compared = sum(shard.is_whole for shard in team.all[0].holds().values())
+    assert sent == run.microbatches * division.sent + 8 * (2 * 21 + compared)
 
 
 def test_auto_searches_what_was_annotated_too():

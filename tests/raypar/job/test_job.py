@@ -96,8 +96,8 @@ def test_a_boundary_moves_2mbsh_elements_a_step_and_nothing_else(job, schedule, 
     ops = {op for table in job.ledger().values() for _, op in table}
     assert ops == {"send", "recv", "send shapes", "recv shapes", "all_reduce"}
     norms = counts(job, "all_reduce")["pp=0"]
-    assert (norms.calls, norms.bytes) == (2, 2 * 4 * (len(job.parameters) + 3)), (
-        "one norm a parameter, the correction for tokens and two votes, once a step"
+    assert (norms.calls, norms.bytes) == (2, 2 * 8 * (21 + 2)), (
+        "the sum of the squares, the correction for tokens and a vote, once a step"
     )
     assert counts(job, "send shapes") == {"pp=0": rp_entry(1, 1024), "pp=1": None}
 

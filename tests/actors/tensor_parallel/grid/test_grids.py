@@ -190,7 +190,7 @@ def test_a_step_on_a_square_sends_what_the_formula_says():
         "all_gather": embedding,
         "all_reduce": 2 * (q - 1) * (once + m * 4) // q,
     }
-    assert team.ledger("tp")[0] == {"all_reduce": (1, 2 * 3 * (len(team.weights()) + 1) * 8 // 4)}
+    assert team.ledger("tp")[0] == {"all_reduce": (1, 2 * 3 * 2 * 21 * 8 // 4)}, "two sums of squares"
 
 
 def alike(team, name):
