@@ -77,18 +77,6 @@ def first_ranks(blocks: Mapping[str, int], size: int) -> dict[str, int]:
         before += count
     return found
 
-BLOCK, SMALL_BLOCK = 1024, 64  # elements of a block of a large tensor, and of a small one
-SMALL = 1 << 16  # elements from which a tensor is large
-
-
-def block_of(elements: int) -> int:
-    """Return the elements of a block of a tensor: 1,024, or 64 if it has less than 65,536 elements.
-
-    Both are multiples of every vector of the kernels (AVX-512: 16 fp32 or 32 bf16; GPUs: 4 elements a thread). So a
-    tensor can be cut between blocks, and no element moves between a kernel's vector body and its tail.
-    """
-    return SMALL_BLOCK if elements < SMALL else BLOCK
-
 
 @dataclass(frozen=True)
 class Pieces:
