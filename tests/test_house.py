@@ -338,7 +338,11 @@ MAY_IMPORT = {
     "actors": "actors/specs schedules schedules/drawing",
     "actors/autograd": "actors",
     "actors/checkpoint": "actors actors/machine actors/models/tiles",
-    "actors/collective": "actors actors/autograd actors/collective/gpu actors/collective/shm actors/machine schedules",
+    "actors/collective": (
+        "actors actors/autograd actors/collective/gloo actors/collective/gpu actors/collective/shm "
+        "actors/machine schedules"
+    ),
+    "actors/collective/gloo": "actors actors/autograd actors/collective actors/collective/shm actors/machine",
     "actors/collective/gpu": "actors actors/autograd actors/collective",
     "actors/collective/ray": "actors actors/collective",
     "actors/collective/shm": "actors actors/collective actors/machine",

@@ -14,13 +14,13 @@ import torch
 from torch.distributed import PrefixStore, Store
 
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.gloo.group import GlooGroup, create_device
+from raypar.actors.collective.gloo.hierarchical import HierarchicalGroup
 from raypar.actors.collective.gpu import cupy_nccl, nccl
 from raypar.actors.collective.gpu.cupy_nccl import CupyGroup
 from raypar.actors.collective.gpu.nccl import NcclGroup
 from raypar.actors.collective.gpu.staged import StagedGroup
 from raypar.actors.collective.group import Group, GroupMember
-from raypar.actors.collective.hierarchical import HierarchicalGroup
 from raypar.actors.collective.rendezvous import Introduction, introduce
 from raypar.actors.collective.shm.group import ShmGroup
 

@@ -14,7 +14,7 @@ import ray
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.gloo.group import GlooGroup, create_device
 from raypar.actors.collective.group import Group, GroupMember
 from raypar.actors.collective.ray import ray_groups as groups
 from tests.bench.calm import calmly

@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from raypar.actors.collective.gloo import create_device
+from raypar.actors.collective.gloo.group import create_device
 from raypar.actors.collective.reductions import reduce_in_order
 from tests.support.local_groups import LocalHub
 

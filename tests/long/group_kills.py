@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.gloo.group import GlooGroup, create_device
 from raypar.actors.collective.group import Group, GroupMember
 from tests.support.introduced import shm_group
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from raypar.actors.collective.connect import cpu_group
-from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.gloo.group import GlooGroup, create_device
 from raypar.actors.collective.group import Group, GroupMember
 from tests.support.clusters import ROOT
 from tests.support.hosts import hosts_on_a_network, missing

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from raypar.actors.collective.exchange import FAN_IN, ExchangedStore, children, gather_objects
-from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.gloo.group import GlooGroup, create_device
 from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.ray import ray_groups, ray_private
 from raypar.actors.collective.ray.ray_groups import KVStore

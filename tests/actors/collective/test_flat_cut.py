@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.collective import gloo
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.flat_cut import FlatCut
+from raypar.actors.collective.gloo import group as gloo
 from raypar.actors.collective.gpu.staged import StagedGroup
 from raypar.actors.sharding import cut_spans, first_ranks, num_blocks
 from tests.actors.collective.test_group import make, pairs, together

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypar.actors.collective import gloo
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.gloo import group as gloo
+from raypar.actors.collective.gloo.group import GlooGroup, create_device
 from raypar.actors.collective.group import GroupMember
 from tests.support.simulated_macos.sitecustomize import UvGroup
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.gloo.group import GlooGroup, create_device
 from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.ledger import Ledger, LedgerEntry
 from tests.support.introduced import shm_group

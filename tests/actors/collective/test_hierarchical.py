@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raypar.actors.collective import connect, hierarchical, rendezvous
+from raypar.actors.collective import connect, rendezvous
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.gloo import GlooGroup, create_device
+from raypar.actors.collective.gloo import hierarchical
+from raypar.actors.collective.gloo.group import GlooGroup, create_device
+from raypar.actors.collective.gloo.hierarchical import LARGE, HierarchicalGroup
 from raypar.actors.collective.group import GroupMember
-from raypar.actors.collective.hierarchical import LARGE, HierarchicalGroup
 from raypar.actors.collective.rendezvous import introduce
 from raypar.actors.machine.process_identity import ProcessIdentity
 from tests.actors.collective.test_group import REDUCED

@@ -27,7 +27,7 @@ GLIBC = ("mallopt", "malloc_trim", "renameat2", "sync_file_range")
 POPULATES = (22, 23)  # advices of madvise that Linux alone knows
 COLLECTIVES = ("allreduce", "allgather", "alltoall_base", "barrier", "broadcast", "gather", "reduce", "scatter")
 OPS = {*COLLECTIVES, "send", "recv"}
-GLOO = "raypar.actors.collective.gloo"
+GLOO = "raypar.actors.collective.gloo.group"
 IMPORT = builtins.__import__
 
 

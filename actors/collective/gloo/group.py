@@ -22,8 +22,8 @@ from torch.distributed import PrefixStore, Store
 from raypar.actors.autograd.torch_private import gloo_options
 from raypar.actors.collective.exchange import ExchangedStore
 from raypar.actors.collective.flat_cut import FlatCut
+from raypar.actors.collective.gloo.op_thread import OpThread
 from raypar.actors.collective.group import Finish, Group, GroupMember
-from raypar.actors.collective.op_thread import OpThread
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 from raypar.actors.collective.torch_options import member_parts, options_of
 from raypar.actors.machine.system_features import has_feature

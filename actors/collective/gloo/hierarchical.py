@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from raypar.actors.collective.gloo import NEVER, GlooGroup
+from raypar.actors.collective.gloo.group import NEVER, GlooGroup
 from raypar.actors.collective.group import Finish, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
 from raypar.actors.collective.shm.group import ShmGroup

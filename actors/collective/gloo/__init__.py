@@ -1,0 +1,1 @@
+"""Groups over TCP with torch's Gloo, on one node and over several."""
