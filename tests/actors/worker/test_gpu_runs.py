@@ -166,9 +166,9 @@ class Doubtful(LocalGroup):
 
     lost, issued = None, frozenset()
 
-    def _run(self, op, *rest):
+    def _run(self, op, *rest, **options):
         self.issued |= {op}
-        return super()._run(op, *rest)
+        return super()._run(op, *rest, **options)
 
     def synchronize(self, timeout=None):
         if self.lost in self.issued:
