@@ -102,6 +102,11 @@ class World:
         return self.zero > 0
 
     @property
+    def cuts(self) -> bool:
+        """Whether replicas cut each tensor into even parts, one a replica; else each owns whole tensors."""
+        return False
+
+    @property
     def gathers(self) -> bool:
         """Whether workers hold only the weights that they own, and gather all others temporarily."""
         return self.zero == 3
