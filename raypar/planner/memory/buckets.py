@@ -52,6 +52,7 @@ class BucketBytes:
         tensors.
         """
         rounds = self._rounds()
+        passing = {stage: self._passing(stage, len(counts)) for stage, counts in rounds.items()}
         now = most = 0
         at, opened = dict.fromkeys(rounds, 0), set[int]()
         for stage, op, _, _ in self._row:
@@ -62,7 +63,7 @@ class BucketBytes:
                 if several and stage not in opened:
                     opened.add(stage)
                     now += self._sizes[stage]
-                most = max(most, now if several else now + self._passing(stage, len(rounds[stage])))
+                most = max(most, now if several else now + passing[stage])
             elif op is Op.REDUCE_GRAD:
                 at[stage] += 1
                 if stage in opened:
@@ -80,8 +81,9 @@ class BucketBytes:
         if self._packed:
             in_turn = self._packed[stage] * min(rounds, _UNDER_WAY + 1)
             open_too = min(self._bucket, size) * (self._kinds - 1)
-            most = max(sum(in_turn[at : at + _UNDER_WAY + 1]) for at in range(len(in_turn)))
-            return min(open_too + most, max(self._tensors[stage][0] + self._usual[stage], self._least))
+            most = max((sum(in_turn[at : at + _UNDER_WAY + 1]) for at in range(len(in_turn))), default=0)
+            largest = max(self._tensors[stage], default=0)
+            return min(open_too + most, max(largest + self._usual[stage], self._least))
         bucket = min(self._bucket, -(-size // self._owners))
         count = self._owners + _UNDER_WAY
         alone = [tensor for tensor in self._tensors[stage][:count] if tensor > self._bucket]

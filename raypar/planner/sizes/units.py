@@ -80,12 +80,13 @@ class Units:
             experts_stay: Whether experts stay whole on their actor, so that nobody gathers them.
         """
         cut = _cut(units, patterns) if any(count > 1 for count in patterns.values()) else {}
-        every, groups = dict[str, Weight](), list[_Group]()
+        every, groups, together = dict[str, Weight](), list[_Group](), list[int]()
         for unit in units:
             own = {weight.name: weight for layer in unit for weight in layer}
             tiles = [_tiles(layer, cut) for layer in unit]
             gathered = held_count(weight for weight in own.values() if not (experts_stay and weight.is_expert))
             groups.append((gathered - sum(map(sum, tiles)), tiles))
+            together.append(held_count(own.values()))
             every |= own
         experts = [weight for weight in every.values() if weight.is_expert]
         sizes = [tile for _, layers in groups for tiles in layers for tile in tiles]
@@ -98,9 +99,7 @@ class Units:
             largest=nlargest(_LARGEST, sizes),
             sizes=[*_sizes(every.values(), cut)],
             count=max(1, sum((rest > 0) + sum(map(len, layers)) for rest, layers in groups)),
-            usual=median_high(
-                [held_count({one.name: one for layer in unit for one in layer}.values()) for unit in units]
-            ),
+            usual=median_high(together or [0]),
             experts=held_count(experts),
             staying=held_count(experts) if experts_stay else 0,
         )

@@ -185,6 +185,15 @@ def test_three_buckets_in_turn_are_there_at_a_time(bucket_mb, precision, microba
 
 @pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("level", [1, 2, 3])
+def test_a_stage_without_tensors_has_no_parts(level):
+    own = Layers(lambda: [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)], loss=nn.functional.cross_entropy)
+    data = Batches(lambda *_: (torch.ones(1, 3), torch.zeros(1).long()))
+    nothing = memory_of(sized_of(own, Mesh(pp=3, dp=3), zero=level, data=data))[1]
+    assert (nothing.weights, nothing.gradients, nothing.optimizer, nothing.buckets) == (0, 0, 0, 0)
+
+
+@pytest.mark.usefixtures("cuts")
+@pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize(("model", "replicas"), [(GPT(**SMALL), 3), (Llama(**SMALL), 64), (GPT2_XL, 512)])
 def test_an_actor_sends_its_part_of_each_message(model, replicas, level):
     """A flag goes with each part of a gradient: a tensor of fewer blocks than replicas has fewer parts."""
