@@ -189,7 +189,8 @@ def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = Non
         experts = counts.experts[rank] if counts.experts else 0
         in_buckets = buckets_of[rank].has_buckets
         own, own_state = _owned(sized, rank, state)
-        summed = own if world.sharded and in_buckets else count
+        apart = own if world.cuts and world.hybrid else 0  # the sums that copies of the shards add up
+        summed = own if world.sharded and in_buckets else count + apart
         gradients = each.gradient * summed if world.offload == "none" else 0
         kept = each.weight * (own if world.gathers else count)
         optimizer = 0 if world.servers else each.state * own_state + each.master * own

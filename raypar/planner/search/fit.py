@@ -86,13 +86,23 @@ def _in_buckets(paper: StepModel, rank: int) -> float:
     matrix = element * paper.model.hidden * paper.model.mlp_width / paper.run.mesh.tensor_ranks
     bucket = paper.run.bucket_mb * 2**20
     if paper.world.cuts:
-        stages, model = paper.stages_on(rank), paper.model
-        vocabulary = element * model.vocab * model.hidden / matrix_ranks(paper.run.mesh)
-        ends = {0, len(paper.held) - 1}
-        largest = [max(bucket, matrix, vocabulary if stage in ends else 0.0) for stage in stages]
-        passing = [alone + _UNDER_WAY * max(bucket, matrix) for alone in largest]
-        return max(map(min, sizes, passing))
+        most = [_passing(paper, stage, max(bucket, matrix)) for stage in paper.stages_on(rank)]
+        return max(map(min, sizes, most))
     return max(min(size, (owners + _UNDER_WAY) * max(matrix, min(bucket, size / owners))) for size in sizes)
+
+
+def _passing(paper: StepModel, stage: int, usual: float) -> float:
+    """Return the bytes of gradients on their way of a stage whose tensors are cut.
+
+    At an end of the model they are the largest gradient, that of its vocabulary, and a block's; else a few usual ones.
+    """
+    last, model, held = len(paper.held) - 1, paper.model, paper.held[stage]
+    ends = (stage == 0) + (stage == last)
+    if not ends:
+        return (1 + _UNDER_WAY) * usual
+    vocabulary = model.vocab * model.hidden / matrix_ranks(paper.run.mesh)
+    block = (held.all - ends * vocabulary) / max(1, held.units - ends)
+    return max((1 + _UNDER_WAY) * usual, element_bytes(paper.run).gradient * (vocabulary + max(0.0, block)))
 
 
 def _activations(paper: StepModel, rank: int) -> float:

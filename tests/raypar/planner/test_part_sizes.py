@@ -26,10 +26,14 @@ from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
+from raypar.planner.hardware.cluster import Cluster
+from raypar.planner.hardware.data_sheets import DEVICES, LINKS
 from raypar.planner.memory.worker import ActorMemory, worker_memory
 from raypar.planner.prediction import from_flops
+from raypar.planner.search.fit import need_of
 from raypar.planner.sizes.part_sizes import counts_by_rank
 from raypar.planner.sizes.sized_run import SizedRun
+from raypar.planner.timing.step import StepModel
 from raypar.planner.traffic import step_traffic
 
 GPT2_XL = GPT(layers=48, hidden=1600, heads=25, seq=1024, vocab=50_257)
@@ -243,3 +247,16 @@ def test_without_cuts_tensors_are_owned_whole():
 def test_parts_of_no_tensor_are_counted():
     assert counts_by_rank({}, {}, 3) == [0, 0, 0]
     assert math.prod(counts_by_rank({"a": 64}, {"a": 2}, 3)) == 0
+
+
+@pytest.mark.usefixtures("cuts")
+@pytest.mark.parametrize("level", [2, 3])
+def test_a_search_counts_the_same(level):
+    """In closed form, for thousands of layouts."""
+    cluster = Cluster(DEVICES["a100"], 64, 8, LINKS["nvlink3"], LINKS["ib-hdr"], 8)
+    for replicas in (64, 512):
+        sized = sized_of(LLAMA_8B, Mesh(dp=replicas), zero=level, precision=BF16)
+        (memory,) = memory_of(sized)
+        need = need_of(StepModel(sized.run, LLAMA_8B, cluster))
+        assert need.optimizer == pytest.approx(memory.optimizer, rel=0.01)
+        assert need.gradients == pytest.approx(memory.gradients + memory.buckets, rel=0.1)
