@@ -61,20 +61,24 @@ def cut_spans(elements: int, size: int, first: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def first_ranks(blocks: Mapping[str, int], size: int) -> dict[str, int]:
-    """Return the rank at which each tensor begins: the blocks of all tensors before it, modulo the number of ranks.
+def first_ranks(elements: Mapping[str, int], size: int) -> dict[str, int]:
+    """Return the rank at which each tensor begins: the blocks as large before it, modulo the number of ranks.
 
-    So the surplus blocks of the tensors go round all ranks and do not add up on one.
+    So the surplus blocks of the tensors go round all ranks and do not add up on one. Small blocks and large ones go
+    round by themselves: else the small ones would move the large ones on as if they weighed as much.
 
     Args:
-        blocks: Number of blocks of each logical tensor, in the order of the names of the WHOLE model. So the result
-            depends on neither pipeline ranks nor tensor ranks nor buckets.
+        elements: Elements of each tensor that the ranks cut, in the order of the names of the WHOLE model. If a tensor
+            group divides it, those of the largest slice, so that all its members have the same result; the logical
+            tensors' would not do, as their surplus blocks are not those of slices. Experts that actors divide are a
+            mapping of their own.
         size: Number of ranks.
     """
-    found, before = dict[str, int](), 0
-    for name, count in blocks.items():
-        found[name] = before % size
-        before += count
+    found, before = dict[str, int](), dict.fromkeys((BLOCK, SMALL_BLOCK), 0)
+    for name, count in elements.items():
+        block = block_of(count)
+        found[name] = before[block] % size
+        before[block] += num_blocks(count)
     return found
 
 

@@ -552,10 +552,10 @@ MAY_IMPORT = {
     ),
     "raypar/planner/search": (
         "actors/mesh actors/specs raypar/planner/formulas raypar/planner/hardware raypar/planner/memory "
-        "raypar/planner/timing schedules"
+        "raypar/planner/sizes raypar/planner/timing schedules"
     ),
     "raypar/planner/sizes": (
-        "actors/data_parallel actors/mesh actors/models actors/models/tiles actors/optim actors/specs schedules"
+        "actors actors/data_parallel actors/mesh actors/models actors/models/tiles actors/optim actors/specs schedules"
     ),
     "raypar/planner/timing": (
         "actors/mesh actors/models actors/specs raypar/planner/formulas raypar/planner/hardware "

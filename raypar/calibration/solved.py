@@ -208,6 +208,6 @@ def _process(found: Measured) -> int:
 def _update(found: Sequence[Measured]) -> MeasuredUpdate:
     """Fit the seconds of an update by tensor and by parameter."""
     counts = [_sized(one.run).counts for one in found]
-    terms = [(1.0, float(sum(units.tensors for units in one.units)), float(max(one.held))) for one in counts]
+    terms = [(1.0, float(sum(len(units.sizes) for units in one.units)), float(max(one.held))) for one in counts]
     step, tensor, parameter = relative_fit(terms, [one.step for one in found])
     return MeasuredUpdate(max(0.0, step), max(0.0, tensor), max(0.0, parameter))

@@ -1,8 +1,8 @@
 """The cost model: how long the actions of a training step last, predicted from FLOPs and from bytes of messages.
 
-A gather of a stage's weights over N replicas brings (N - 1) / N of their bytes to each, and a reduction to the owners
-of gradients takes as much of them away; an all_reduce is two of these. The two run beside the actions. STEP takes what
-comes after the update: the broadcast of new weights that level 3 does not need, and with hybrid sharding the sum over
+A gather of a stage's weights over N replicas brings (N - 1) / N of their bytes to each, and a reduction that shares
+gradients out takes as much of them away; an all_reduce is two of these. The two run beside the actions. STEP takes what
+comes after the update: the exchange of new weights that level 3 does not need, and with hybrid sharding the sum over
 the groups. RESHARD gives memory back, which costs nothing. Messages inside of layers (tensor, context and expert
 parallelism) and the update itself are not counted.
 """
@@ -85,7 +85,8 @@ def _messages_after_update(sized: SizedRun, rates: Rates, stages: Sequence[int])
     seconds = 0.0
     if (world.sharded or world.servers) and not world.gathers:
         part = 1.0 if world.servers else 1 - 1 / world.owners
-        seconds += rates.message(part * each.weight * held, world.owners)
+        messages = max(1.0, each.weight * held / (run.bucket_mb * 2**20)) if world.cuts else world.owners
+        seconds += rates.message(part * each.weight * held, messages)
     if world.hybrid:
         copies = world.replicas // world.owners
         seconds += rates.message(2 * (1 - 1 / copies) * each.gradient * held / world.owners)

@@ -21,10 +21,11 @@ Sent = Counter[tuple[str, str]]
 def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
     """Return the bytes that an actor sends in a step, on average over the pipeline rank that sends most.
 
-    An all_reduce over N replicas sends 2 (N - 1) / N of the gradients. A reduction to their owners, a broadcast of what
-    these have updated, and a gather send half as much, as often as the schedule has them. With the gradient of each
-    tensor goes a flag, which says whether there is one. For experts that actors divide, N is the number of those that
-    hold the same ones, and their tokens go by all_to_all. The vote that opens the STEP, a few numbers, is left out.
+    An all_reduce over N replicas sends 2 (N - 1) / N of the gradients. A reduction that shares them out, the exchange
+    of what replicas have updated, and a gather send half as much, as often as the schedule has them. With the gradient
+    of each tensor goes a flag, which says whether there is one; if replicas cut tensors, one for each that has a part.
+    For experts that actors divide, N is the number of those that hold the same ones, and their tokens go by all_to_all.
+    The vote that opens the STEP, a few numbers, is left out.
 
     Args:
         sized: The run.
@@ -40,8 +41,9 @@ def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
         sized = sized._replace(schedule=first_steps(schedule, 1))
     sent = [Sent() for _ in counts.held]
     if world.replicas > 1 and not world.servers:
-        dense = [(units.whole - units.experts, units.tensors - units.expert_tensors) for units in counts.units]
         shards = world.owners if world.sharded else world.replicas
+        flags = shards if world.cuts else 1
+        dense = [(units.whole - units.experts, units.num_parts(flags)) for units in counts.units]
         if world.mesh.is_uneven:  # each pipeline rank by itself
             for rank, found in enumerate(sent):
                 alone = [Sent() for _ in sent]
@@ -51,7 +53,8 @@ def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
             _add_replicas(sent, sized, dense, shards, "shard" if world.hybrid else "dp")
     if world.experts is not None:
         if world.expert_replicas > 1:
-            of_experts = [(units.experts, units.expert_tensors) for units in counts.units]
+            flags = world.expert_replicas if world.cuts else 1
+            of_experts = [(units.experts, units.num_expert_parts(flags)) for units in counts.units]
             _add_replicas(sent, sized, of_experts, world.expert_replicas, "edp")
         if isinstance(run.model, Transformer):
             _add_tokens(sent, run, run.model, sized.schedule)
@@ -67,14 +70,14 @@ def _add_replicas(
     Args:
         sent: The bytes by axis and op, of each pipeline rank.
         sized: The run.
-        held: By stage, the parameters that the same replicas hold, and the number of their tensors.
+        held: By stage, the parameters that the same replicas hold, and the number of their flags.
         shards: Number of the replicas, or of those that share the weights out.
         axis: The axis of their group.
     """
     run, world, _, schedule = sized
     each = element_bytes(run)
     weights = [each.weight * count for count, _ in held]
-    gradients = [each.gradient * (count + tensors) for count, tensors in held]
+    gradients = [each.gradient * (count + flags) for count, flags in held]
     moved = traffic(schedule, weights, gradients, shards)
     for rank, found in enumerate(sent):
         stages = schedule.stages_on(rank)
@@ -82,11 +85,12 @@ def _add_replicas(
         if not world.sharded:
             found[axis, "all_reduce"] += 2 * reduced
             continue
-        found[axis, "reduce"] += reduced
+        found[axis, "reduce_scatter" if world.cuts else "reduce"] += reduced
         if world.gathers:
             found[axis, "all_gather"] += sum(moved[stage].gathered_bytes for stage in stages)
         else:
-            found[axis, "broadcast"] += sum(weights[stage] for stage in stages) * (shards - 1) // shards
+            published = "all_gather" if world.cuts else "broadcast"
+            found[axis, published] += sum(weights[stage] for stage in stages) * (shards - 1) // shards
         if world.hybrid:
             copies = world.replicas // shards
             own = sum(gradients[stage] for stage in stages) // shards

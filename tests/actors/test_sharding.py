@@ -120,17 +120,20 @@ def gpt(width, layers, vocabulary, context):
     ("elements", "size", "most"),
     [
         *[(gpt(1600, 48, 50_257, 1024), size, 1.0002) for size in (2, 3, 8, 64)],
-        (gpt(1600, 48, 50_257, 1024), 512, 1.001),
+        (gpt(1600, 48, 50_257, 1024), 512, 1.0003),
+        (gpt(1600, 48, 50_257, 1024), 4096, 1.003),
         *[(gpt(128, 4, 512, 64), size, 1.004) for size in (2, 3, 4)],
         *[(gpt(16, 4, 11, 8), size, 1.08) for size in (2, 3, 4)],
         *[([8 * 4096] * 256, size, 1.0001) for size in (2, 8, 64, 512)],  # adapters of rank 8
+        *[([512, 512 * 2048 // 8, 2048 // 8] * 512, size, 1.0005) for size in (2, 3, 8, 64)],  # slices of experts
+        ([512, 512 * 2048 // 8, 2048 // 8] * 512, 512, 1.005),
     ],
     ids=str,
 )
 def test_the_fullest_rank_has_hardly_more_than_the_mean(elements, size, most):
     """Surplus blocks go round, so they do not add up on one rank."""
     sizes = dict(enumerate(elements))
-    firsts = first_ranks({name: num_blocks(count) for name, count in sizes.items()}, size)
+    firsts = first_ranks(sizes, size)
     held = [0] * size
     for name, count in sizes.items():
         for rank, (start, stop) in enumerate(cut_spans(count, size, firsts[name])):
@@ -140,8 +143,14 @@ def test_the_fullest_rank_has_hardly_more_than_the_mean(elements, size, most):
 
 
 def test_a_tensor_begins_where_the_blocks_before_it_end():
-    assert first_ranks({"a": 4, "b": 1, "empty": 0, "c": 7, "d": 1}, 3) == {"a": 0, "b": 1, "empty": 2, "c": 2, "d": 0}
-    assert first_ranks({"a": 4, "b": 1}, 1) == {"a": 0, "b": 0}
+    sizes = {"a": 4 * 64, "b": 1, "empty": 0, "c": 7 * 64 - 1, "d": 64}
+    assert first_ranks(sizes, 3) == {"a": 0, "b": 1, "empty": 2, "c": 2, "d": 0}
+    assert first_ranks({"a": 300, "b": 1}, 1) == {"a": 0, "b": 0}
+
+
+def test_small_blocks_and_large_ones_go_round_by_themselves():
+    sizes = {"large": 65 * 1024, "small": 64, "next": 65 * 1024, "other": 64, "last": 64}
+    assert first_ranks(sizes, 4) == {"large": 0, "small": 0, "next": 1, "other": 1, "last": 2}
 
 
 @st.composite

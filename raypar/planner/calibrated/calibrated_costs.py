@@ -137,9 +137,9 @@ def step_seconds(sized: SizedRun, calibration: Calibration) -> float:
     ``calibrated_costs``."""
     run, world, counts, schedule = sized
     owners = world.owners if run.zero != 0 else 1
-    tensors = max(
-        sum(counts.units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks)
-    )
+    parts = owners if world.cuts else 1  # of a tensor
+    each = [units.num_parts(parts) + units.num_expert_parts(parts) for units in counts.units]
+    tensors = max(sum(each[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
     updated, update = max(counts.held) / owners, calibration.update
     seconds = update.step + tensors / owners * update.tensor + updated * update.parameter
     seconds += seconds_after_update(sized, _rates(calibration, max(2, world.replicas)))

@@ -1,6 +1,6 @@
 """How much memory the actors of a run need, by kind and pipeline rank, estimated before it starts.
 
-With W bytes of weights on a pipeline rank, as many of gradients, and S of the optimizer's state, N owners hold:
+With W bytes of weights on a pipeline rank, as many of gradients, and S of the optimizer's state, N replicas hold:
 
 ======  =======  =========  =========  ========  ===========================================================
 level   weights  gradients  optimizer  gathered  buckets
@@ -17,18 +17,17 @@ with "parameters" also the weights, of which units are gathered at every level.
 Where actors divide experts, N is the number of those that hold the same ones for these, and that of all replicas for
 other weights.
 
-Tensors are owned whole, so the owner with most, whose memory is estimated, has more than the N-th part: as
-``largest_share`` counts, if the layers are a GPT's or a Llama's without tiles. UNSHARD and RESHARD show which units are
-gathered at a time. The kinds have their peaks at different times, so the sum of these is more than an actor holds.
+The replica with most, whose memory is estimated, has what ``largest_parts`` counts: the N-th part and a few blocks, if
+replicas cut each tensor (``World.cuts``). Else they own tensors whole, so it has more, as is known if the layers are a
+GPT's or a Llama's without tiles. UNSHARD and RESHARD show which units are gathered at a time. The kinds have their
+peaks at different times, so the sum of these is more than an actor holds.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
-
-Peak bytes of gradient buckets, which are freed after each reduction or offload.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from raypar.actors.machine.this_machine import device_kind, torch_has_cuda
@@ -37,11 +36,10 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.memory.activations import ELEMENT_BYTES, most_kept, uneven_load
+from raypar.planner.memory.buckets import BucketBytes
 from raypar.planner.memory.snapshots import snapshot_counts
 from raypar.planner.sizes.sized_run import ParameterCounts, SizedRun
-from raypar.planner.sizes.units import Units
-from raypar.schedules.action import Action, Op
-from raypar.schedules.rules import MAKES_GRADIENTS, USES_WEIGHTS, streamed
+from raypar.schedules.rules import USES_WEIGHTS, streamed
 from raypar.schedules.simulation.memory import peaks
 from raypar.schedules.timeline import Timeline
 from raypar.schedules.versions import most_versions
@@ -57,77 +55,6 @@ WORKING_OF: Mapping[DeviceKind, float] = {"cpu": 0.4, "cuda": 0.05}
 # Bytes of shared memory that a member of a group on one node fills for the others at the most: 16 segments of 1 MiB,
 # and 8 of the operation that exceeds them (actors/collective/shm/mailbox.py). What was filled once stays.
 _FILLED = 24 << 20
-_UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
-
-
-class BucketBytes:
-    """The gradients of a pipeline rank that are in buckets for a while.
-
-    Args:
-        world: The ranks of the run.
-        units: The parameters of each stage.
-        row: The row of the pipeline rank.
-        each: The bytes of a gradient.
-        bucket: The most bytes of a bucket that has several gradients.
-
-    Attributes:
-        has_buckets: Whether there are such buckets.
-        waits: Whether gradients wait in them for the last of several backwards.
-    """
-
-    def __init__(self, world: World, units: Sequence[Units], row: Sequence[Action], each: int, bucket: int) -> None:
-        self._row = row
-        self._owners = world.owners + (world.experts.owners if world.experts else 0)
-        self._sizes = [each * one.whole for one in units]
-        self._tensors = [[each * size for size in one.largest] for one in units]
-        self._bucket = bucket
-        ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
-        self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
-        self.has_buckets = world.reduces and (world.frees_buckets or len(set(ends)) < len(ends))
-
-    def peak(self) -> int:
-        """Return the most bytes of gradients in buckets at a time.
-
-        In a round of several backwards the gradients of the whole stage wait for the last one. In a round of one,
-        buckets are reduced while they are made: each owner has one that is filled, and some are under way.
-        """
-        rounds = self._rounds()
-        now = most = 0
-        at, opened = dict.fromkeys(rounds, 0), set[int]()
-        for stage, op, _, _ in self._row:
-            if stage is None or stage not in rounds:
-                continue
-            several = at[stage] < len(rounds[stage]) and rounds[stage][at[stage]] > 1
-            if op in MAKES_GRADIENTS:
-                if several and stage not in opened:
-                    opened.add(stage)
-                    now += self._sizes[stage]
-                most = max(most, now if several else now + self._passing(stage, len(rounds[stage])))
-            elif op is Op.REDUCE_GRAD:
-                at[stage] += 1
-                if stage in opened:
-                    opened.remove(stage)
-                    now -= self._sizes[stage]
-        return most
-
-    def _passing(self, stage: int, rounds: int) -> int:
-        """Return the most bytes in buckets during a backward that ends a round; a round before may be under way."""
-        size = self._sizes[stage]
-        bucket = min(self._bucket, -(-size // self._owners))
-        count = self._owners + _UNDER_WAY
-        alone = [tensor for tensor in self._tensors[stage][:count] if tensor > self._bucket]
-        passing = sum(alone) + (count - len(alone)) * bucket
-        return passing if rounds > 1 and not alone else min(size, passing)
-
-    def _rounds(self) -> dict[int, list[int]]:
-        """Return by stage how many backwards each of its rounds of reductions has."""
-        found, left = dict[int, list[int]](), dict[int, int]()
-        for stage, op, _, _ in self._row:
-            if stage is not None and op in MAKES_GRADIENTS:
-                left[stage] = left.get(stage, 0) + 1
-            elif stage is not None and op is Op.REDUCE_GRAD:
-                found.setdefault(stage, []).append(left.pop(stage, 0))
-        return found
 
 
 def process_bytes(device: DeviceKind) -> int:
@@ -255,14 +182,15 @@ def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = Non
     uneven = _uneven(run, timeline)
     whole = peaks(timeline, [each.weight * count for count in _gathered(timeline, counts)], [0] * len(counts.units))
     versions = most_versions(schedule)  # of a stage, the only one of its rank if it has more than one
-    bucket = int(run.bucket_mb * 2**20)
-    buckets_of = [BucketBytes(world, counts.units, schedule.rows[row], each.gradient, bucket) for row in rows]
+    sizes = {"gradient": each.gradient, "weight": each.weight, "bucket": int(run.bucket_mb * 2**20)}
+    buckets_of = [BucketBytes(world, counts.units, schedule.rows[row], **sizes) for row in rows]
     found = []
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
         in_buckets = buckets_of[rank].has_buckets
         own, own_state = _owned(sized, rank, state)
-        summed = own if world.sharded and in_buckets else count
+        apart = own if world.cuts and world.hybrid else 0  # the sums that copies of the shards add up
+        summed = own if world.sharded and in_buckets else count + apart
         gradients = each.gradient * summed if world.offload == "none" else 0
         kept = each.weight * (own if world.gathers else count)
         optimizer = 0 if world.servers else each.state * own_state + each.master * own
@@ -384,7 +312,7 @@ def _filled(world: World, buckets: int, gathered: int) -> int:
 def _read(world: World, weight: int, count: int, experts: int, *, in_buckets: bool) -> int:
     """Return the bytes of weights and gradients that a worker reads in memory that it shares with other replicas.
 
-    An all_reduce, or the reductions to all owners and their broadcasts of new weights, read every replica's part of all
+    An all_reduce, or the reductions to all replicas and the gathers of new weights, read every replica's part of all
     tensors twice. Buckets and gathered weights are copied into shared memory instead.
 
     Args:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from raypar.planner.formulas.bubbles import zero_bubble_memory
 from raypar.planner.memory.activations import stage_activations
 from raypar.planner.memory.worker import WORKING_OF, element_bytes, process_bytes
+from raypar.planner.sizes.tensors import matrix_ranks
 from raypar.planner.timing.stages import stage_layers
 from raypar.planner.timing.step import V_SHAPED, StepModel
 from raypar.schedules.float_sum import float_sum
@@ -74,14 +75,34 @@ def _gradients(paper: StepModel, rank: int, own: float) -> float:
 
 
 def _in_buckets(paper: StepModel, rank: int) -> float:
-    """Return the bytes of gradients on their way to their owners, where each owner has a bucket, or a larger matrix."""
+    """Return the bytes of gradients on their way, in buckets or larger matrices.
+
+    One is filled while others are reduced. If replicas own whole tensors, one is filled for each of them.
+    """
     if not paper.world.frees_buckets:
         return 0.0
     element, owners = element_bytes(paper.run).gradient, paper.world.owners
     sizes = [element * paper.held[stage].all for stage in paper.stages_on(rank)]
     matrix = element * paper.model.hidden * paper.model.mlp_width / paper.run.mesh.tensor_ranks
     bucket = paper.run.bucket_mb * 2**20
+    if paper.world.cuts:
+        most = [_passing(paper, stage, max(bucket, matrix)) for stage in paper.stages_on(rank)]
+        return max(map(min, sizes, most))
     return max(min(size, (owners + _UNDER_WAY) * max(matrix, min(bucket, size / owners))) for size in sizes)
+
+
+def _passing(paper: StepModel, stage: int, usual: float) -> float:
+    """Return the bytes of gradients on their way of a stage whose tensors are cut.
+
+    At an end of the model they are the largest gradient, that of its vocabulary, and a block's; else a few usual ones.
+    """
+    last, model, held = len(paper.held) - 1, paper.model, paper.held[stage]
+    ends = (stage == 0) + (stage == last)
+    if not ends:
+        return (1 + _UNDER_WAY) * usual
+    vocabulary = model.vocab * model.hidden / matrix_ranks(paper.run.mesh)
+    block = (held.all - ends * vocabulary) / max(1, held.units - ends)
+    return max((1 + _UNDER_WAY) * usual, element_bytes(paper.run).gradient * (vocabulary + max(0.0, block)))
 
 
 def _activations(paper: StepModel, rank: int) -> float:

@@ -16,7 +16,7 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
-from raypar.planner.sizes.owner_shares import OwnerShare, largest_share
+from raypar.planner.sizes.part_sizes import PartSize, largest_parts
 from raypar.planner.sizes.tensors import Stage, Weight, held_count, held_tensors, tensors_by_stage, user_tensors
 from raypar.planner.sizes.units import Units
 from raypar.schedules.schedule import Schedule
@@ -33,7 +33,7 @@ class ParameterCounts:
         experts: By pipeline rank, those of ``held`` that are of experts which actors divide; empty if they do not.
         apart: Those of an expert actor; None if experts have no actors of their own.
         frozen: By pipeline rank, weights beside ``held`` that nothing updates; empty if there are none.
-        shares: By pipeline rank, what the replica that owns most has of ``held``; empty if that is not known.
+        shares: By pipeline rank, what the replica that updates most does of ``held``; empty if that is not known.
     """
 
     held: Sequence[int]
@@ -42,7 +42,7 @@ class ParameterCounts:
     experts: Sequence[int] = ()
     apart: ParameterCounts | None = None
     frozen: Sequence[int] = ()
-    shares: Sequence[OwnerShare] = ()
+    shares: Sequence[PartSize] = ()
 
 
 class SizedRun(NamedTuple):
@@ -89,13 +89,13 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Parame
         every = held_tensors(_stages(with_some, schedule, skeleton), schedule)
         own = [[one for one in held if one.is_expert] for held in every]
         counts = replace(counts, apart=ParameterCounts([*map(held_count, own)], (), _matrices(run, own)))
-    if isinstance(model, Layers):
-        return counts
-    if model.lora is not None:
+    plain = run.tile == 1 and not isinstance(model, Layers) and model.lora is None
+    if world.sharded and not mesh.is_uneven and (world.cuts or plain):
+        tensors = (weight for stage in stages for unit in stage for layer in unit for weight in layer)
+        counts = replace(counts, shares=largest_parts(tensors, weights, world, partial(_is_of_muon, run)))
+    if not isinstance(model, Layers) and model.lora is not None:
         whole = _stages(replace(run, model=replace(model, lora=None)), schedule, skeleton)
         return replace(counts, frozen=[*map(held_count, held_tensors(whole, schedule))])
-    if run.tile == 1 and not mesh.is_uneven and world.sharded:
-        return replace(counts, shares=[largest_share(held, world, partial(_is_of_muon, run)) for held in weights])
     return counts
 
 

@@ -14,7 +14,7 @@ from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.gloo import group as gloo
 from raypar.actors.collective.gpu.staged import StagedGroup
-from raypar.actors.sharding import cut_spans, first_ranks, num_blocks
+from raypar.actors.sharding import cut_spans, first_ranks
 from tests.actors.collective.test_group import make, pairs, together
 from tests.support.local_groups import local_groups
 
@@ -27,7 +27,7 @@ BACKENDS = ("local", "gloo", "shm", "shm windows", "staged")
 
 def cut_of(tensors, size, gap=5):
     """The cut of tensors that lie one after the other with gaps, and the elements of the flat tensor."""
-    firsts = first_ranks({number: num_blocks(count) for number, count in enumerate(tensors)}, size)
+    firsts = first_ranks(dict(enumerate(tensors)), size)
     spans, at = [[] for _ in range(size)], 0
     for number, count in enumerate(tensors):
         for rank, (start, stop) in enumerate(cut_spans(count, size, firsts[number])):

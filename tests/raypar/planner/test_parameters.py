@@ -69,7 +69,7 @@ def test_every_rank_holds_what_the_formula_says(model, name, ranks, chunks):
     named, units = counted(model, schedule, Mesh())
     assert [*map(held_count, named)] == found
     assert [{one.name: 4 * one.whole for one in of_rank} for of_rank in named] == [sizes[rank] for rank in range(ranks)]
-    tensors = [sum(units[stage].tensors for stage in schedule.stages_of(rank)) for rank in range(ranks)]
+    tensors = [sum(len(units[stage].sizes) for stage in schedule.stages_of(rank)) for rank in range(ranks)]
     assert tensors == [len(sizes[rank]) for rank in range(ranks)]
     copied = model.tied and ranks > 1 and schedule.placement[-1] != schedule.placement[0]
     assert num_parameters(model) == sum(found) - copied * model.vocab * model.hidden
@@ -102,7 +102,7 @@ def test_units_have_the_tensors_that_are_cut_into_tiles(model, tile):
     sizes = sizes_of(cut, "even", lower(build("1f1b", 2, 4)))
     for stage, units in enumerate(counted(model, lower(build("1f1b", 2, 4)), Mesh(), tile)[1]):
         found = {name: size // 4 for name, size in sizes[stage].items()}
-        assert (units.whole, units.tensors) == (sum(found.values()), len(found))
+        assert (units.whole, len(units.sizes)) == (sum(found.values()), len(found))
         together = defaultdict(int)
         for name, size in found.items():
             together[name.rpartition(".")[0] if "tile" in name else name] += size  # weight and bias of a tile
