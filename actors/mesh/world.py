@@ -37,12 +37,14 @@ class World:
         servers: Parameter servers per pipeline rank; 0 for none.
         zero: The ZeRO level: replicas share the update (1), also gradients (2), also weights (3), or nothing (0).
         offload: The tensors that workers store off their devices: the optimizer's, also the layers' weights, or none.
+        cuts: Whether replicas that share the update divide the elements of every weight; else they divide the weights.
     """
 
     mesh: Mesh
     servers: int = 0
     zero: Zero = 0
     offload: Offload = "none"
+    cuts: bool = False
 
     @classmethod
     def of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import unwrap
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -55,7 +56,10 @@ _WHOLE = ShardedGradients({}, {}, None, watched=False)
 
 
 def build_optimizer(
-    spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter], tensors: ShardedGradients = _WHOLE
+    spec: AnyOptimizer,
+    parameters: Mapping[str, nn.Parameter],
+    tensors: ShardedGradients = _WHOLE,
+    num_dims: Mapping[str, int] = MappingProxyType({}),
 ) -> Optimizer | None:
     """Build the optimizer for some parameters. Those with the same ``Rule`` are one parameter group.
 
@@ -63,13 +67,14 @@ def build_optimizer(
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
         tensors: The parameters that a tensor-parallel group shards; by default none.
+        num_dims: The number of dims of parameters, by logical name, where these are spans of them.
 
     Returns:
         The optimizer, or None if there are no parameters.
     """
     alike = defaultdict[Rule, list[nn.Parameter]](list)
     for name, parameter in parameters.items():
-        alike[rule_of(spec, untiled(name), parameter.dim())].append(parameter)
+        alike[rule_of(spec, untiled(name), num_dims.get(name, parameter.dim()))].append(parameter)
     if not alike:
         return None
     groups = defaultdict[str, list[dict[str, Any]]](list)

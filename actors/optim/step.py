@@ -90,7 +90,9 @@ class Updater:
     def __post_init__(self) -> None:
         storage, self._parameters = self.masters.storage, self.masters.parameters
         self._positions = {name: position for position, name in enumerate(self.names)}
-        self._optimizer: Optimizer | None = build_optimizer(self.run.optim, self._parameters, self.tensors)
+        self._optimizer: Optimizer | None = build_optimizer(
+            self.run.optim, self._parameters, self.tensors, self.masters.num_dims
+        )
         if storage.is_off_device and self._optimizer is not None:
             self._optimizer = OffloadedOptimizer(self._optimizer, storage)
             reserve_states(storage, self.run.optim, self._parameters)
@@ -296,21 +298,23 @@ class Updater:
     def _numbers(self, ballot: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the numbers of this actor, and those of them that it reports to the group.
 
-        Each tensor has the norms in the order of the names, correction, votes against and overflows; 0 where there is
-        none.
+        Each tensor has the squares of the norms in the order of the names, correction, votes against and overflows; 0
+        where there is none. Replicas that have different parts of a gradient add their squares.
         """
-        numbers = torch.zeros(len(self.names) + 3)
+        numbers = torch.zeros(len(self.names) + 3, dtype=torch.float64)
         if ballot is not None:
             tokens, expected, against = ballot.tolist()
-            numbers[-3], numbers[-2] = correction(tokens, expected), against
+            numbers[-3], numbers[-2] = torch.tensor(correction(tokens, expected)), against
         own = {
             name: gradient_norm(gradient)
             for name, _, gradient in self.masters.with_gradients()
             if name in self._positions
         }
+        norms = torch.zeros(len(self.names))
         if own:
-            norms, numbers[-1] = self.tensors.norms(list(own), torch.stack(list(own.values())).cpu())
-            numbers[[self._positions[name] for name in own]] = norms
+            norms[[self._positions[name] for name in own]] = torch.stack(list(own.values())).cpu()
+        whole, numbers[-1] = self.tensors.norms(self.names, norms)
+        numbers[:-3] = whole.double().square()
         reported = numbers.clone()
         if self.reports.names is not None:
             left_out = [at for name, at in self._positions.items() if name not in self.reports.names]
@@ -327,7 +331,7 @@ class Updater:
         """
         if self.group is None or not self.ties:
             return
-        ties = self._used_ties(self.group)
+        ties = [(number, tie) for number, tie in self._used_ties(self.group) if self._has_end_of(tie)]
         for number, tie in ties:
             self._pass_gradient(self.group, tie.reversed(), _TIE_TAG + 2 * number, adds=True)
         for number, tie in ties:
@@ -362,10 +366,15 @@ class Updater:
         counts = torch.zeros(len(self.ties), dtype=torch.int64)
         for number, tie in enumerate(self.ties):
             ends = (tie.originals, tie.original), (tie.copies, tie.copy)
-            counts[number] = sum(group.rank in at and self._parameters[name].grad is not None for at, name in ends)
+            here = (self._parameters[name] for at, name in ends if group.rank in at and name in self._parameters)
+            counts[number] = sum(parameter.grad is not None for parameter in here)
         group.host.all_reduce(counts).wait()
         used = {tie.original for tie, count in zip(self.ties, counts.tolist(), strict=True) if count}
         return [(number, tie) for number, tie in enumerate(self.ties) if tie.original in used]
+
+    def _has_end_of(self, tie: Ends) -> bool:
+        """Return whether this actor updates an end of a tie; with many replicas, some have no part of a weight."""
+        return tie.original in self._parameters or tie.copy in self._parameters
 
     @contextmanager
     def _gradient(self, name: str, group: Group) -> Iterator[Tensor]:

@@ -33,7 +33,7 @@ class GradientTally(NamedTuple):
     @classmethod
     def of(cls, numbers: Tensor) -> GradientTally:
         """Read the report of one actor, or the sum of all reports."""
-        return cls(numbers[:-3].clone(), *numbers[-3:].tolist())
+        return cls(numbers[:-3].sqrt().float(), *numbers[-3:].tolist())
 
 
 class PendingReport(NamedTuple):

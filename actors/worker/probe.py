@@ -123,8 +123,8 @@ class Probe:
 
         It is summed over the step and the replicas, and clipped.
         """
-        gradient = self.state.weights()[name].grad
-        return None if gradient is None else gradient.cpu()
+        weight = self.state.weights().get(name)  # of a small one, this actor may have no part
+        return None if weight is None or weight.grad is None else weight.grad.cpu()
 
     def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
         """Return gradients by logical name, as ``gradient`` does for one, in the order of ``names``."""

@@ -6,10 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.cut_layout import ReplicaCut
 from raypar.actors.data_parallel.owners import Owners, share_out
 from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends, Tie, ties_of
+from raypar.actors.sharding import first_ranks, num_blocks
 from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import nbytes
@@ -29,6 +31,10 @@ def owners_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group], server
     world, found, orders = plan.world, dict[str, int](), orders_of(plan.run.expert_order)
     dense, experts = world.dense, world.experts
     names = frozenset(model.experts if experts is not None else ())
+    if world.cuts:  # every replica updates a part of every parameter
+        every = (name for sizes in sizes_of(model, plan.run.split, plan.programs["train"]).values() for name in sizes)
+        kinds = 1 if experts is None else 2
+        return Owners({name: int(name in names) for name in every}, frozenset(range(kinds)), 1, kinds, names)
     for sizes in sizes_of(model, plan.run.split, plan.programs["train"]).values():
         found |= share_out({name: size for name, size in sizes.items() if name not in names}, dense.owners)
         parts = defaultdict[int, dict[str, int]](dict)
@@ -44,6 +50,53 @@ def owners_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group], server
         shares = world.sharded and experts.shard_key in groups
         own.add(dense.owners + (groups[experts.shard_key].rank if shares else 0))
     return Owners(found, frozenset(own), dense.owners, dense.owners + (0 if experts is None else experts.owners), names)
+
+
+def cuts_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group]) -> dict[str, ReplicaCut]:
+    """Return how replicas divide the elements of parameters among them, by logical name; {} if they do not.
+
+    Parameters that only this actor holds are missing.
+
+    Args:
+        plan: The actor's plan.
+        model: The model.
+        groups: The actor's groups by key.
+    """
+    world = plan.world
+    if not world.cuts or world.is_expert(plan.rank):
+        return {}
+    experts = frozenset(model.experts if world.experts is not None else ())
+    originals = {copy: original for original, copy in model.ties}
+    blocks = {
+        f"{layer}.{inner}": num_blocks(parameter.numel())
+        for layer, module in zip(model.names, model.skeleton, strict=True)
+        for inner, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    found = dict[str, ReplicaCut]()
+    for replicas, is_expert in ((world.dense, False), (world.experts, True)):
+        if replicas is None or replicas.shard_key not in groups:
+            continue
+        group = groups[replicas.shard_key]
+        names = [name for name in blocks if (name in experts) == is_expert]
+        firsts = first_ranks({name: blocks[name] for name in names if name not in originals}, group.size)
+        found |= {name: ReplicaCut(firsts[originals.get(name, name)], group.rank, group.size) for name in names}
+    return found
+
+
+def between_replicas(tie: Tie, world: World, replica: int, rank: int) -> Ends:
+    """Return a tie between pipeline ranks as one between the same replica of both, in the group of all updaters.
+
+    Both hold the same spans of the weight.
+
+    Args:
+        tie: The tie.
+        world: All ranks of the run.
+        replica: This actor's rank among the replicas that divide the weights.
+        rank: The actor's rank.
+    """
+    original, copy = (world.owner_rank(pp, replica, rank) for pp in (tie.original_rank, tie.copy_rank))
+    return Ends(tie.original, (original,), tie.copy, (copy,))
 
 
 def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: int) -> Ends:

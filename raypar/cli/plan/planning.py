@@ -265,7 +265,7 @@ def _nodes(cluster: Cluster) -> str:
 
 def _places(best: Candidate, cluster: Cluster) -> Iterator[str]:
     """Yield which actors go on which node, as a launch places them."""
-    world = World.of(best.run.mesh, best.run.data_parallel, best.run.servers, best.run.zero, best.run.offload)
+    world = world_of(best.run)
     if cluster.size > _MOST_PLACED:
         first = ", ".join(world.label(rank) for rank in range(cluster.each_node))
         yield f"node 0: {first}; the others go on in this order" if best.order == LADDER else "whole replicas a rack"

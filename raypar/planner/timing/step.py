@@ -94,7 +94,7 @@ class StepModel:
     ) -> None:
         self.hides = software.is_hiding(run.mesh)
         self.run, self.model, self.cluster = run, model, cluster
-        self.world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
+        self.world = world_of(run)
         self.chunks = run.chunks or 1
         count = self.chunks * run.mesh.pp
         self._messages = messages_of(run, model, cluster, order, software)
