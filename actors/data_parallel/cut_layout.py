@@ -79,7 +79,9 @@ class CutLayout:
         flagged = list[str]()
         for rank in range(size):
             held = {name: one[rank] for name, one in holders.items() if rank in one}
-            spans.append(tuple((self.starts[name] + span[0], self.starts[name] + span[1]) for name, span in held.items()))
+            spans.append(
+                tuple((self.starts[name] + span[0], self.starts[name] + span[1]) for name, span in held.items())
+            )
             first = self.elements + len(flagged)
             flagged += held
             flags.append((first, first + len(held)))

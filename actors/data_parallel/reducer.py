@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Waitable
 from raypar.actors.collective.flat_cut import FlatCut
+from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket, CutBucket
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.machine.device import ComputeDevice

@@ -31,7 +31,7 @@ class Masters:
     Attributes:
         storage: The storage.
         parameters: The masters by logical name; each has a gradient after ``take_gradients``.
-        num_dims: The number of dims of each parameter, by logical name.
+        shapes: The shape of each parameter, which its master is or of which it is a span, by logical name.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
     """
@@ -45,12 +45,14 @@ class Masters:
         shapes: Mapping[str, Shape] = MappingProxyType({}),
     ) -> None:
         self.storage, self.parameters = storage, model if masters is None else masters
-        self.num_dims = {name: len(shapes.get(name, master.shape)) for name, master in self.parameters.items()}
-        pairs = [(model[name], master) for name, master in self.parameters.items() if name in model]
-        self._copied = [(parameter, master) for parameter, master in pairs if parameter is not master]
-        targets = model if copies is None else copies
+        self.shapes = {name: tuple(master.shape) for name, master in self.parameters.items()} | dict(shapes)
+        whole = [(model[name], master) for name, master in self.parameters.items() if name in model]
+        self._copied = [(parameter, master) for parameter, master in whole if parameter is not master]
+        targets: Mapping[str, Tensor] = model if copies is None else copies
         pairs = [(targets[name], master) for name, master in self.parameters.items() if name in targets]
-        self._copies = [(target, master) for target, master in pairs if target is not master]
+        self._copies: list[tuple[Tensor, nn.Parameter]] = [
+            (target, master) for target, master in pairs if target is not master
+        ]
 
     def write_to(self, spans: Mapping[str, Tensor], *, are: bool) -> None:
         """Set where ``publish`` writes masters that are spans of parameters.

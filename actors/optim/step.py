@@ -91,7 +91,7 @@ class Updater:
         storage, self._parameters = self.masters.storage, self.masters.parameters
         self._positions = {name: position for position, name in enumerate(self.names)}
         self._optimizer: Optimizer | None = build_optimizer(
-            self.run.optim, self._parameters, self.tensors, self.masters.num_dims
+            self.run.optim, self._parameters, self.tensors, self.masters.shapes
         )
         if storage.is_off_device and self._optimizer is not None:
             self._optimizer = OffloadedOptimizer(self._optimizer, storage)

@@ -41,7 +41,13 @@ from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.updates import buckets_of, shared_update, updater_of
-from raypar.actors.worker.build.weight_owners import between_owners, between_replicas, cuts_of, owners_of, ranks_of_layers
+from raypar.actors.worker.build.weight_owners import (
+    between_owners,
+    between_replicas,
+    cuts_of,
+    owners_of,
+    ranks_of_layers,
+)
 from raypar.schedules.action import Action, Op
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.rules import MAKES_GRADIENTS
@@ -80,9 +86,10 @@ def build_part(
     held = (one for stage in stages.values() for one in stage.parameters().items())
     parameters = {name: parameter for name, parameter in held if name not in same}
     cuts = cuts_of(plan, model, groups)
-    parts = {name: part for name, p in parameters.items() if name in cuts and (part := cuts[name].shard(p)) is not None}
-    mine = {name: p for name, p in parameters.items() if (name in parts if name in cuts else owners.is_own(name))}
-    masters = layers.masters(mine, parts)
+    divided = ((name, cuts[name].shard(p)) for name, p in parameters.items() if name in cuts)
+    own_parts = {name: part for name, part in divided if part is not None}
+    mine = {name: p for name, p in parameters.items() if (name in own_parts if name in cuts else owners.is_own(name))}
+    masters = layers.masters(mine, own_parts)
     if world.cuts:
         replica = groups[world.dense.shard_key].rank if world.dense.shard_key in groups else 0
         ends = [between_replicas(tie, world, replica, plan.rank) for tie in ties if tie.original in owners.of]
@@ -95,7 +102,7 @@ def build_part(
         masters=masters,
         owners=owners,
         cuts=cuts,
-        parts=parts,
+        parts=own_parts,
         ties=ends,
         shards=parallelizer.shards,
         partial=parallelizer.partial,

@@ -174,19 +174,19 @@ def shared_update(
         return channels, ShardedUpdate(updater, ())
     layers = [module for stage in part.stages.values() for module in stage.modules]
     if world.cuts:
-        apart = {name: number for number, name in enumerate(part.parameters)}
-        fixed, members = fixed_weights(layers, part.parameters, apart), [groups.get(one.shard_key) for one in replicas]
-        cut = [one for one in buckets if isinstance(one, CutBucket)]
-        found = [(one, group) for one in cut if (group := members[one.owner]) is not None]
-        return channels, ShardedUpdate(updater, [CutWeights(one, group, part.masters, fixed) for one, group in found])
+        numbers = {name: number for number, name in enumerate(part.parameters)}
+        fixed = fixed_weights(layers, part.parameters, numbers)
+        cut = ((one, replicas[one.owner].shard_key) for one in buckets if isinstance(one, CutBucket))
+        weights = [CutWeights(bucket, groups[key], part.masters, fixed) for bucket, key in cut]
+        return channels, ShardedUpdate(updater, weights)
     owners = {
         channel: (groups[one.shard_key], rank)
         for channel, (one, rank) in enumerate((one, rank) for one in replicas for rank in range(one.owners))
         if one.key in groups
     }
     if world.unshards:
-        weights = buckets_of(plan, part, part.layer_shards)
-        off_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in weights if bucket.owner in owners]
+        stored = buckets_of(plan, part, part.layer_shards)
+        off_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in stored if bucket.owner in owners]
         apart = set(part.layer_shards)
         shared = [OwnedWeights(one, apart, allocate, part.storage) for one in off_device]
         return channels, ShardedUpdate(updater, shared, MOST_FLATS)

@@ -13,11 +13,12 @@ from typing import Any
 from raypar.actors.machine.files import read_named
 from raypar.actors.machine.this_machine import num_slots, starts_own_ray
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import Offload, World
+from raypar.actors.mesh.world import Offload
 from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.cli.plan.zero_levels import placed, zero_levels_table
 from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory.worker import element_bytes
 from raypar.planner.sizes.parameters import StageParameters, held_by_stage
