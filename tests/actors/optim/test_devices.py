@@ -53,7 +53,7 @@ class GpuGroup(LocalGroup):
 
     is_updating = False
 
-    def _run(self, op, peer, sent, out, start, *args):
+    def _run(self, op, peer, sent, out, start, *args, **named):
         if self.is_updating:
             for one in args:
                 where = GPU if isinstance(one, OnGpu) else HOST
@@ -61,7 +61,7 @@ class GpuGroup(LocalGroup):
                     demand_device(self.name, op, self.device, args)
         given = tree_map(plain, args)
         target = next((one for one, arg in zip(given, args, strict=True) if arg is out), None)
-        return super()._run(op, peer, sent, target, start, *given)
+        return super()._run(op, peer, sent, target, start, *given, **named)
 
 
 def gpu_groups(axis, size, timeout):
