@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.sharding import Shard, Span, cut_spans
+from raypar.actors.tensors import memory_order
 
 _ALIGNMENT = 64  # elements: tensors begin at multiples of it, so that the kernels' vectors are aligned
 
@@ -45,7 +46,8 @@ class ReplicaCut(NamedTuple):
         span = self.holders(parameter.numel()).get(self.rank)
         if span is None:
             return None
-        return Shard(tuple(parameter.shape), elements=span, order=memory_order(dense_strides(parameter)))
+        shape, order = tuple(parameter.shape), memory_order(torch.empty_like(parameter, device="meta"))
+        return Shard(shape, elements=span, order=None if order == tuple(range(len(shape))) else order)
 
 
 class CutLayout:
@@ -126,12 +128,6 @@ class CutLayout:
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Return the strides that torch would allocate for a tensor like this, which are dense even if it has gaps."""
     return torch.empty_like(tensor, device="meta").stride()
-
-
-def memory_order(strides: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the dims of a dense tensor in memory order, outermost first; None if that is row-major."""
-    order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
-    return None if order == tuple(range(len(strides))) else order
 
 
 def _aligned(elements: int) -> int:

@@ -31,6 +31,7 @@ class Masters:
     Attributes:
         storage: The storage.
         parameters: The masters by logical name; each has a gradient after ``take_gradients``.
+        views: The logical names of the masters that are spans of the layers' parameters themselves.
         shapes: The shape of each parameter, which its master is or of which it is a span, by logical name.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
@@ -50,6 +51,7 @@ class Masters:
         self._copied = [(parameter, master) for parameter, master in whole if parameter is not master]
         targets: Mapping[str, Tensor] = model if copies is None else copies
         pairs = [(targets[name], master) for name, master in self.parameters.items() if name in targets]
+        self.views = set[str]()
         self._copies: list[tuple[Tensor, nn.Parameter]] = [
             (target, master) for target, master in pairs if target is not master
         ]
@@ -65,6 +67,7 @@ class Masters:
             master = self.parameters[name]
             if are and master.dtype == span.dtype:
                 master.data = span
+                self.views.add(name)
             else:
                 self._copies.append((span, master))
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.checkpoint.assembler import ShardFolder, ShardSource
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.memory_snapshot import Slots
@@ -187,9 +186,8 @@ class WorkerState:
 
     def masters_apart(self) -> list[nn.Parameter]:
         """Return the masters that are not among the weights that this actor holds for its layers."""
-        held, shared = {id(weight) for weight in self.part.held}, set(map(storage_id, self.part.held))
-        apart = {name: master for name, master in self.masters.items() if id(master) not in held}
-        return [one for name, one in apart.items() if name not in self.part.parts or storage_id(one) not in shared]
+        held, views = {id(weight) for weight in self.part.held}, self.part.masters.views
+        return [one for name, one in self.masters.items() if id(one) not in held and name not in views]
 
     def weights(self) -> dict[str, nn.Parameter]:
         """Return the weights by logical name that have gradients: masters, and layers' weights without a master."""

@@ -42,8 +42,7 @@ from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.updates import buckets_of, shared_update, updater_of
 from raypar.actors.worker.build.weight_owners import (
-    between_owners,
-    between_replicas,
+    between_updaters,
     cuts_of,
     owners_of,
     ranks_of_layers,
@@ -90,11 +89,7 @@ def build_part(
     own_parts = {name: part for name, part in divided if part is not None}
     mine = {name: p for name, p in parameters.items() if (name in own_parts if name in cuts else owners.is_own(name))}
     masters = layers.masters(mine, own_parts)
-    if world.cuts:
-        replica = groups[world.dense.shard_key].rank if world.dense.shard_key in groups else 0
-        ends = [between_replicas(tie, world, replica, plan.rank) for tie in ties if tie.original in owners.of]
-    else:
-        ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.original in owners.of]
+    learning = [tie for tie in ties if tie.original in owners.of]
     return ModelPart(
         model=model,
         stages=stages,
@@ -103,7 +98,7 @@ def build_part(
         owners=owners,
         cuts=cuts,
         parts=own_parts,
-        ties=ends,
+        ties=[between_updaters(tie, plan, owners.of, groups) for tie in learning],
         shards=parallelizer.shards,
         partial=parallelizer.partial,
         outputs=parallelizer.outputs,

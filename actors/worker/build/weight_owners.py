@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.cut_layout import ReplicaCut
 from raypar.actors.data_parallel.owners import Owners, share_out
-from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends, Tie, ties_of
 from raypar.actors.sharding import first_ranks, num_blocks
@@ -84,37 +83,28 @@ def cuts_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group]) -> dict[
     return found
 
 
-def between_replicas(tie: Tie, world: World, replica: int, rank: int) -> Ends:
-    """Return a tie between pipeline ranks as one between the same replica of both, in the group of all updaters.
+def between_updaters(tie: Tie, plan: ActorPlan, owner_of: Mapping[str, int], groups: Mapping[str, Group]) -> Ends:
+    """Return a tie between pipeline ranks as one between the actors that update its ends, in the group of all updaters.
 
-    Both hold the same spans of the weight.
-
-    Args:
-        tie: The tie.
-        world: All ranks of the run.
-        replica: This actor's rank among the replicas that divide the weights.
-        rank: The actor's rank.
-    """
-    original, copy = (world.owner_rank(pp, replica, rank) for pp in (tie.original_rank, tie.copy_rank))
-    return Ends(tie.original, (original,), tie.copy, (copy,))
-
-
-def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: int) -> Ends:
-    """Return a tie between pipeline ranks as one between the owners of its ends, in the group of all updaters.
+    Replicas that divide the elements of the weight hold the same spans of both ends, so each has a tie of its own.
 
     Args:
         tie: The tie.
-        world: All ranks of the run.
+        plan: The actor's plan.
         owner_of: The owner of each parameter.
-        rank: The actor's rank.
+        groups: The actor's groups by key.
     """
+    world, rank = plan.world, plan.rank
     if world.mesh.is_uneven:  # both ends have the same number of tensor ranks
         originals, copies = (world.mesh.ranks_of(pp) for pp in (tie.original_rank, tie.copy_rank))
         tp = world.mesh.tp_of(tie.original_rank)
         own = world.at(rank)["tp"] % tp
         return Ends(tie.original, tuple(originals[own::tp]), tie.copy, tuple(copies[own::tp]))
-    owner = world.owner_rank(tie.original_rank, owner_of[tie.original], rank)
-    return Ends(tie.original, (owner,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
+    first, second = owner_of[tie.original], owner_of[tie.copy]
+    if world.cuts and world.dense.shard_key in groups:
+        first = second = groups[world.dense.shard_key].rank
+    original = world.owner_rank(tie.original_rank, first, rank)
+    return Ends(tie.original, (original,), tie.copy, (world.owner_rank(tie.copy_rank, second, rank),))
 
 
 def ranks_of_layers(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:
