@@ -166,9 +166,9 @@ class Doubtful(LocalGroup):
 
     lost, issued = None, frozenset()
 
-    def _run(self, op, *rest):
+    def _run(self, op, *rest, **named):
         self.issued |= {op}
-        return super()._run(op, *rest)
+        return super()._run(op, *rest, **named)
 
     def synchronize(self, timeout=None):
         if self.lost in self.issued:

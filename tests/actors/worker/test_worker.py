@@ -423,8 +423,11 @@ class Diary(LocalGroup):
         super().__init__(*args)
         self.events = []
 
-    def _run(self, op, peer, sent, start, *args):
-        handle, number = super()._run(op, peer, sent, start, *args), sum(event[0] == op for event in self.events)
+    def _run(self, op, peer, sent, start, *args, **named):
+        handle, number = (
+            super()._run(op, peer, sent, start, *args, **named),
+            sum(event[0] == op for event in self.events),
+        )
         self.events.append((op, number))
         return Noted(self, handle, op, number)
 
