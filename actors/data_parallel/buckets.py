@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.data_parallel.cut_layout import CutLayout, ReplicaCut, dense_strides
 from raypar.actors.tensors import nbytes
 
 
@@ -37,7 +38,8 @@ class Bucket:
     def __post_init__(self) -> None:
         self._like: Tensor = next(iter(self.parameters.values()))
         *starts, self.elements = accumulate((p.numel() for p in self.parameters.values()), initial=0)
-        dense = {name: torch.empty_like(p).stride() for name, p in self.parameters.items()}  # even where p is not
+        dense = {name: dense_strides(p) for name, p in self.parameters.items()}  # even where p is not
+        self._flagged: Sequence[str] = tuple(self.parameters)
         self._where = {
             name: (start, self.strides.get(name, dense[name])) for name, start in zip(dense, starts, strict=True)
         }
@@ -45,7 +47,7 @@ class Bucket:
     @property
     def size(self) -> int:
         """Number of elements of the flat tensor: the gradients and one flag for each parameter."""
-        return self.elements + len(self.parameters)
+        return self.elements + len(self._flagged)
 
     @property
     def num_bytes(self) -> int:
@@ -82,7 +84,7 @@ class Bucket:
 
         Afterwards every ``parameter.grad`` is a view of ``flat``.
         """
-        flags = torch.tensor([float(p.grad is not None) for p in self.parameters.values()])
+        flags = torch.tensor([float(self.parameters[name].grad is not None) for name in self._flagged])
         flat[self.elements :].copy_(flags, non_blocking=True)  # don't block: a GPU still runs the backward
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
@@ -152,12 +154,56 @@ class Bucket:
         return flat.as_strided(self.parameters[name].shape, stride, start)
 
 
+@dataclass(eq=False)
+class CutBucket(Bucket):
+    """A bucket of parameters whose elements the replicas divide among them.
+
+    Its flat tensor has a flag for each parameter and each replica that holds a part of it: see ``CutLayout``.
+
+    Attributes:
+        cuts: How the replicas divide each parameter, by logical name.
+    """
+
+    cuts: Mapping[str, ReplicaCut] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.layout = CutLayout(self.parameters, self.cuts)
+        self.elements, self._flagged = self.layout.elements, self.layout.flagged
+        self._where = {name: (self.layout.starts[name], stride) for name, (_, stride) in self._where.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients together."""
+        return sum(p.numel() for p in self.parameters.values()) * self.grad_dtype.itemsize
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of this actor's parts of the gradients."""
+        return self.layout.count * self.grad_dtype.itemsize
+
+    def parts(self, total: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield this actor's parts of the summed gradients: (logical name, view (elements,)).
+
+        That of a parameter that no replica used is None.
+
+        Args:
+            total: The flat tensor (size,), in which this actor's part is the sum; or this part alone, packed.
+        """
+        is_packed = total.numel() != self.size
+        flags = total[self.layout.count :] if is_packed else self.layout.own_flags(total)
+        for name, uses in zip(self.layout.own, flags.tolist(), strict=True):
+            part = self.layout.part if is_packed else self.layout.span
+            yield name, part(name, total) if uses else None
+
+
 def pack(
     stage: int,
     parameters: Mapping[str, nn.Parameter],
     owner_of: Mapping[str, int],
     limit: int,
     strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
+    cuts: Mapping[str, ReplicaCut] = MappingProxyType({}),
 ) -> list[Bucket]:
     """Group the parameters of a stage into buckets.
 
@@ -171,6 +217,7 @@ def pack(
         owner_of: The owner (channel) of each parameter. All parameters of a bucket have one owner and one dtype.
         limit: Largest size of a bucket's gradients in bytes. A parameter larger than this is a bucket by itself.
         strides: The strides of the gradients of sharded parameters.
+        cuts: How replicas divide the elements of parameters, by logical name: of all or none of an owner's.
 
     Returns:
         The buckets, in the order in which they were filled.
@@ -182,6 +229,18 @@ def pack(
         key = owner_of[name], parameter.dtype
         held = filling.get(key, {})
         if held and sum(map(nbytes, held.values())) + nbytes(parameter) > limit:
-            done.append(Bucket(stage, key[0], filling.pop(key), strides))
+            done.append(_bucket(stage, key[0], filling.pop(key), strides, cuts))
         filling.setdefault(key, {})[name] = parameter
-    return done + [Bucket(stage, owner, held, strides) for (owner, _), held in filling.items()]
+    return done + [_bucket(stage, owner, held, strides, cuts) for (owner, _), held in filling.items()]
+
+
+def _bucket(
+    stage: int,
+    owner: int,
+    parameters: Mapping[str, nn.Parameter],
+    strides: Mapping[str, Sequence[int]],
+    cuts: Mapping[str, ReplicaCut],
+) -> Bucket:
+    if cuts.keys().isdisjoint(parameters):
+        return Bucket(stage, owner, parameters, strides)
+    return CutBucket(stage, owner, parameters, strides, cuts)

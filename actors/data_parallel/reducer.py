@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.group import Waitable
-from raypar.actors.data_parallel.buckets import Bucket
+from raypar.actors.data_parallel.buckets import Bucket, CutBucket
 from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.high_water import HighWater
@@ -33,6 +34,8 @@ class Channel(NamedTuple):
         gets_sum: Whether this actor gets the sum.
         finish: With hybrid sharding, starts the sum over the owners of the same weights, once a step after all
             reductions; else None.
+        scatter: Starts the reduction of a flat tensor of which each replica gets its part, as
+            ``Group.reduce_scatter_cut``; None if a replica gets all of it or nothing.
     """
 
     start: Callable[[Tensor], Waitable]
@@ -40,6 +43,7 @@ class Channel(NamedTuple):
     empty: Callable[[int, torch.dtype], Tensor]
     gets_sum: bool
     finish: Callable[[Tensor], Waitable] | None = None
+    scatter: Callable[[Tensor | None, Tensor, FlatCut], Waitable] | None = None
 
 
 class Complete:
@@ -59,7 +63,8 @@ class _Transfer:
     Attributes:
         number: The bucket's number.
         bucket: The bucket.
-        flat: Its flat tensor, (elements of the bucket,); None once the reduction is complete.
+        flat: Its flat tensor, (size of the bucket,); None once the reduction is complete.
+        total: The tensor in which the sum is then: the flat tensor, or this actor's part.
         handle: Handle of the reduction.
         num_bytes: Bytes of the flat tensor.
         start: Start of the reduction, a mark of the device's clock (``ComputeDevice.mark``).
@@ -69,6 +74,7 @@ class _Transfer:
     number: int
     bucket: Bucket
     flat: Tensor | None
+    total: Tensor | None
     handle: Waitable
     num_bytes: int
     start: float
@@ -119,6 +125,7 @@ class Reducer:
         stages = list(dict.fromkeys(one.stage for one in self.buckets)) if self.rounds is None else list(self.rounds)
         self._order = [n for stage in stages for n, bucket in enumerate(self.buckets) if bucket.stage == stage]
         self.frees_buckets |= len(set(stages)) < len(stages)
+        self._parts: dict[int, Tensor] = {}  # by bucket, memory for this actor's part of the sum, kept for all steps
         self.bucket_bytes = HighWater() if self.frees_buckets else None
         self._flats = [None if self.frees_buckets else self._empty(number) for number in range(len(self.buckets))]
         self.begin()
@@ -307,23 +314,38 @@ class Reducer:
             number = self._order[position]
             bucket, flat, start = self.buckets[number], self._flat(number), self.device.mark()
             bucket.fill(flat)
-            handle = self.channels[bucket.owner].start(flat)
-            self._transfers.append(_Transfer(number, bucket, flat, handle, nbytes(flat), start))
+            handle, total = self._reduce(number, flat)
+            self._transfers.append(_Transfer(number, bucket, flat, total, handle, nbytes(flat), start))
             self._spent.append((start, self.device.mark()))
             if self.frees_buckets:
                 bucket.drop_gradients()
                 self._flats[number] = None
                 self._collect(_MOST_FLATS)
 
+    def _reduce(self, number: int, flat: Tensor) -> tuple[Waitable, Tensor]:
+        """Start the reduction of a bucket, and return the tensor that has what this actor gets of the sum."""
+        bucket = self.buckets[number]
+        channel = self.channels[bucket.owner]
+        if channel.scatter is None or not isinstance(bucket, CutBucket):
+            return channel.start(flat), flat
+        part = None
+        if self.frees_buckets or channel.finish is not None:
+            part = self._parts.get(number)
+            if part is None:
+                part = channel.empty(bucket.layout.summed_count, flat.dtype)
+            if not self.frees_buckets:
+                self._parts[number] = part
+        return channel.scatter(part, flat, bucket.layout.summed), flat if part is None else part
+
     def _collect(self, most: int) -> None:
         """Wait for the oldest reductions until at most ``most`` are left, and add the sums that this actor gets."""
         while len(self._transfers) - self._arrived > most:
             transfer = self._transfers[self._arrived]
-            assert transfer.flat is not None
+            assert transfer.total is not None
             transfer.end = self._wait(transfer.handle)
-            number, flat, transfer.flat = transfer.number, transfer.flat, None
             if self.channels[transfer.bucket.owner].gets_sum:
-                self.sums.add(number, flat)
+                self.sums.add(transfer.number, transfer.total)
+            transfer.flat = transfer.total = None
             self._arrived += 1
             if self.bucket_bytes is not None:
                 self.bucket_bytes.add(-transfer.bucket.num_bytes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Waitable
-from raypar.actors.data_parallel.buckets import Bucket
+from raypar.actors.data_parallel.buckets import Bucket, CutBucket
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.tensors import nbytes
 
@@ -19,7 +19,8 @@ class GradientSums:
     """The sums of gradients over the replicas, and over the rounds of a step, that an actor gets.
 
     On the device a sum stays in the flat tensor of its reduction, and becomes the gradient of the layers' parameters. A
-    storage off the device has memory for it, and it becomes the gradient of the masters, in their dtype.
+    storage off the device has memory for it, and it becomes the gradient of the masters, in their dtype. So do sums of
+    which each replica gets a part.
 
     Attributes:
         buckets: All buckets.
@@ -57,7 +58,8 @@ class GradientSums:
         """Bytes of the gradients that are stored now; off the device, the memory for all sums of a step."""
         if self.is_off_device:
             return sum(map(nbytes, (*self._allocated.values(), *self._in_dtype.values())))
-        return sum(self.buckets[number].num_bytes for number in self._sums)
+        held = (self.buckets[number] for number in self._sums)
+        return sum(one.part_bytes if isinstance(one, CutBucket) else one.num_bytes for one in held)
 
     def begin(self) -> None:
         """Drop all sums, at the beginning of a step."""
@@ -69,7 +71,7 @@ class GradientSums:
 
         Args:
             number: Number of the bucket.
-            flat: Its flat tensor, (size,).
+            flat: Its flat tensor, (size,), or this actor's part of it.
         """
         total = self._sums.get(number)
         if total is not None:
@@ -104,6 +106,10 @@ class GradientSums:
         for number, bucket in enumerate(self.buckets):
             if number not in self._sums:
                 bucket.drop_gradients()
+            elif isinstance(bucket, CutBucket):
+                bucket.drop_gradients()
+                for name, part in bucket.parts(self._sums[number]):
+                    self.masters[name].grad = None if part is None else part.to(self.masters[name].dtype)
             elif not self.is_off_device:
                 bucket.adopt(self._sums[number])
             else:

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: split the optimizer state over the replicas instead of keeping a full copy on each."""
+"""ZeRO stages 1 and 2: split the optimizer state over the replicas instead of keeping a full copy on each."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group, Handle
-from raypar.actors.data_parallel.buckets import Bucket
+from raypar.actors.data_parallel.buckets import Bucket, CutBucket
 from raypar.actors.machine.offload_storage import OffloadStorage
+from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.step import Updater
 from raypar.actors.specs.results import Updated
 
@@ -33,21 +34,27 @@ class SharedBucket(NamedTuple):
     owner: int
 
 
-class ShardedUpdate:
-    """End of a step with an optimizer that is split over the replicas, by whole parameters.
+class SharedWeights(Protocol):
+    """Weights that several replicas hold, and that one message exchanges."""
 
-    Each bucket has one replica as its owner. Only the owner receives the sum of the bucket's gradients; it updates the
-    weights and broadcasts them to the other replicas. Reduce and broadcast together move as many bytes as an
-    all_reduce, and each replica does only its part of the update and keeps only that part of the optimizer state.
+    def send(self) -> Handle:
+        """Start the exchange of the new weights."""
+
+    def take(self) -> None:
+        """Load the weights after the exchange."""
+
+
+class ShardedUpdate:
+    """End of a step with an optimizer that is split over the replicas.
+
+    Each replica gets its part of the summed gradients, updates that part of the weights, and sends it to the other
+    replicas. Both messages together move as many bytes as an all_reduce, and each replica keeps only its part of the
+    optimizer state.
 
     Args:
-        updater: Optimizer of the parameters that this replica owns. All replicas and pipeline ranks step together.
-        buckets: Buckets of the weights that several replicas hold, each with its owner.
-        fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``). All other parameters
-            move into the flat tensors that are broadcast, which saves a copy.
-        allocate: Allocates a flat tensor on the device for the time of a broadcast, for weights that are stored off it;
-            None if flat tensors are kept for the whole run.
-        storage: Storage of the weights in that case.
+        updater: Optimizer of what this replica updates. All replicas and pipeline ranks step together.
+        weights: The weights that several replicas hold, in the order of their exchange.
+        most: The largest number of exchanges at a time; None for any.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 5.1 (P_os).
     """
@@ -55,17 +62,14 @@ class ShardedUpdate:
     def __init__(
         self,
         updater: Updater,
-        buckets: Sequence[SharedBucket],
-        fixed: Set[str] = frozenset(),
-        allocate: Callable[[int, torch.dtype], Tensor] | None = None,
-        storage: OffloadStorage | None = None,
+        weights: Sequence[SharedWeights],
+        most: int | None = None,
     ) -> None:
-        self._updater = updater
-        self._weights = [_Weights(bucket, fixed, allocate, storage) for bucket in buckets]
-        self._most = len(buckets) if allocate is None else _MOST_FLATS
+        self._updater, self._weights = updater, weights
+        self._most = len(weights) if most is None else most
 
     def step(self, step: int, ballot: Tensor | None) -> Updated:
-        """Update the owned parameters, and exchange all new weights with the other replicas.
+        """Update this replica's part of the weights, and exchange all new weights with the other replicas.
 
         Args:
             step: Number of the step.
@@ -89,7 +93,7 @@ class ShardedUpdate:
 
     def _share(self) -> None:
         """Exchange all weights with the other replicas."""
-        under_way = deque[tuple[Handle, _Weights]]()
+        under_way = deque[tuple[Handle, SharedWeights]]()
         for weights in self._weights:
             under_way.append((weights.send(), weights))
             if len(under_way) > self._most:
@@ -98,28 +102,35 @@ class ShardedUpdate:
             _receive(handle, weights)
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Yield the state of the parameters that this replica owns, as ``Updater.state`` does."""
+        """Yield the state of what this replica updates, as ``Updater.state`` does."""
         return self._updater.state()
 
     def load(self, read: Read) -> None:
-        """Load the state of the parameters that this replica owns, as ``Updater.load`` does."""
+        """Load the state of what this replica updates, as ``Updater.load`` does."""
         self._updater.load(read)
 
 
-_MOST_FLATS = 2  # concurrent broadcasts whose flat tensors are freed
+MOST_FLATS = 2  # concurrent broadcasts whose flat tensors are freed
 
 
 @dataclass(eq=False)
-class _Weights:
-    """The flat tensor in which a bucket's weights are broadcast.
+class OwnedWeights:
+    """The flat tensor in which a bucket's weights are broadcast by the replica that updates them.
 
     The weights are views of it, unless one of them must not move; then they are copied in and out.
+
+    Attributes:
+        shared: The bucket.
+        fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``).
+        allocate: Allocates a flat tensor on the device for the time of a broadcast, for weights that are stored off it;
+            None if flat tensors are kept for the whole run.
+        storage: Storage of the weights in that case.
     """
 
     shared: SharedBucket
-    fixed: Set[str]
-    allocate: Callable[[int, torch.dtype], Tensor] | None
-    storage: OffloadStorage | None
+    fixed: Set[str] = frozenset()
+    allocate: Callable[[int, torch.dtype], Tensor] | None = None
+    storage: OffloadStorage | None = None
 
     def __post_init__(self) -> None:
         self._bucket, self._replicas, self._root = self.shared
@@ -153,6 +164,38 @@ class _Weights:
         return nullcontext() if self.storage is None else self.storage.accessible(weights, writes=writes)
 
 
-def _receive(handle: Handle, weights: _Weights) -> None:
+class CutWeights:
+    """The flat tensor in which a bucket's weights are gathered from the replicas, each of which updates its part.
+
+    The weights are views of it, unless one of them must not move; then they are copied out.
+
+    Args:
+        bucket: The bucket.
+        replicas: The group of the replicas.
+        masters: The weights that this actor updates, which will be views of the flat tensor or be copied into it.
+        fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``).
+    """
+
+    def __init__(self, bucket: CutBucket, replicas: Group, masters: Masters, fixed: Set[str]) -> None:
+        self._bucket, self._replicas = bucket, replicas
+        self._flat = replicas.empty(bucket.elements, bucket.dtype)
+        self._inside = fixed.isdisjoint(bucket.parameters)
+        if self._inside:
+            bucket.move_weights(self._flat)
+        else:
+            bucket.read_into(self._flat)
+        masters.write_to({name: bucket.layout.span(name, self._flat) for name in bucket.layout.own}, are=self._inside)
+
+    def send(self) -> Handle:
+        """Start to gather the weights."""
+        return self._replicas.all_gather_cut(self._flat, None, self._bucket.layout.cut)
+
+    def take(self) -> None:
+        """Load the gathered weights; a no-op where the parameters are views of the flat tensor."""
+        if not self._inside:
+            self._bucket.load(self._flat)
+
+
+def _receive(handle: Handle, weights: SharedWeights) -> None:
     handle.wait()
     weights.take()

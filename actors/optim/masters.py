@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from raypar.actors.autograd.torch_private import copy_each, scale_each
 from raypar.actors.machine.offload_storage import PORTION, OffloadStorage
 from raypar.actors.models.init.cast import cast
 from raypar.actors.portions import portions
+from raypar.actors.sharding import Shape, Shard
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of, nbytes
 
@@ -22,13 +24,17 @@ class Masters:
 
     Args:
         storage: Storage of masters, gradients and states.
-        model: The layers' parameters that this actor updates, by logical name, in the dtype in which layers compute.
+        model: The layers' parameters that this actor updates whole, by logical name, in the dtype in which layers
+            compute.
         masters: The masters, by logical name; None if they are the layers' parameters.
         copies: The tensors into which ``publish`` writes the masters, by logical name; None for the layers' parameters.
+        shapes: By logical name, the shapes of the parameters of which the master is a span (elements,).
 
     Attributes:
         storage: The storage.
         parameters: The masters by logical name; each has a gradient after ``take_gradients``.
+        views: The logical names of the masters that are spans of the layers' parameters themselves.
+        shapes: The shape of each parameter, which its master is or of which it is a span, by logical name.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
     """
@@ -39,12 +45,33 @@ class Masters:
         model: Mapping[str, nn.Parameter],
         masters: Mapping[str, nn.Parameter] | None = None,
         copies: Mapping[str, Tensor] | None = None,
+        shapes: Mapping[str, Shape] = MappingProxyType({}),
     ) -> None:
         self.storage, self.parameters = storage, model if masters is None else masters
-        pairs = [(model[name], master) for name, master in self.parameters.items()]
-        self._copied = [(parameter, master) for parameter, master in pairs if parameter is not master]
-        targets = [((model if copies is None else copies)[name], master) for name, master in self.parameters.items()]
-        self._copies = [(target, master) for target, master in targets if target is not master]
+        self.shapes = {name: tuple(master.shape) for name, master in self.parameters.items()} | dict(shapes)
+        whole = [(model[name], master) for name, master in self.parameters.items() if name in model]
+        self._copied = [(parameter, master) for parameter, master in whole if parameter is not master]
+        targets: Mapping[str, Tensor] = model if copies is None else copies
+        pairs = [(targets[name], master) for name, master in self.parameters.items() if name in targets]
+        self.views = set[str]()
+        self._copies: list[tuple[Tensor, nn.Parameter]] = [
+            (target, master) for target, master in pairs if target is not master
+        ]
+
+    def write_to(self, spans: Mapping[str, Tensor], *, are: bool) -> None:
+        """Set where ``publish`` writes masters that are spans of parameters.
+
+        Args:
+            spans: Tensors (elements,) with the values of masters, by logical name.
+            are: Whether masters of their dtype shall be views of them, so that nothing is copied.
+        """
+        for name, span in spans.items():
+            master = self.parameters[name]
+            if are and master.dtype == span.dtype:
+                master.data = span
+                self.views.add(name)
+            else:
+                self._copies.append((span, master))
 
     @torch.no_grad()
     def take_gradients(self, scale: float = 1.0) -> None:
@@ -91,7 +118,11 @@ class Masters:
 
 
 def masters_of(
-    precision: Precision, storage: OffloadStorage, layers: Iterable[nn.Module], own: Mapping[str, nn.Parameter]
+    precision: Precision,
+    storage: OffloadStorage,
+    layers: Iterable[nn.Module],
+    own: Mapping[str, nn.Parameter],
+    parts: Mapping[str, Shard] = MappingProxyType({}),
 ) -> Masters:
     """Cast layers to the precision of a run, and return the masters of the parameters that an actor updates.
 
@@ -101,13 +132,20 @@ def masters_of(
         precision: The run's precision.
         storage: Storage of the masters.
         layers: All layers of the actor, in fp32.
-        own: The parameters that the actor updates, by logical name.
+        own: The parameters that the actor updates, by logical name, in whole or in part.
+        parts: The spans of those that it updates in part.
     """
-    initial = {name: parameter.detach() for name, parameter in own.items()}
+    initial = {name: p.detach() if name not in parts else _span(parts[name], p, precision) for name, p in own.items()}
     if precision.is_half:
         cast(layers, dtype_of(precision.compute), dtype_of(precision.reduce))
-    masters = {name: master_of(own[name], weight, precision, storage) for name, weight in initial.items()}
-    return Masters(storage, own, masters)
+    masters = {
+        name: nn.Parameter(_in_master_dtype(weight, precision))
+        if name in parts
+        else master_of(own[name], weight, precision, storage)
+        for name, weight in initial.items()
+    }
+    whole = {name: parameter for name, parameter in own.items() if name not in parts}
+    return Masters(storage, whole, masters, shapes={name: shard.whole for name, shard in parts.items()})
 
 
 def master_of(parameter: nn.Parameter, initial: Tensor, precision: Precision, storage: OffloadStorage) -> nn.Parameter:
@@ -119,10 +157,20 @@ def master_of(parameter: nn.Parameter, initial: Tensor, precision: Precision, st
         precision: The run's precision.
         storage: Storage of the master.
     """
-    weight = initial.to(dtype_of(precision.master)) if initial.dtype == torch.float32 else initial
+    weight = _in_master_dtype(initial, precision)
     if parameter.dtype == weight.dtype and storage.holds(parameter):
         return parameter
     return nn.Parameter(storage.moved(weight.detach()))
+
+
+def _span(shard: Shard, parameter: nn.Parameter, precision: Precision) -> Tensor:
+    """Return a span of a parameter: a view, or a copy if the parameter is cast, so that its memory can be freed."""
+    span = shard.take(parameter.detach())
+    return span.clone() if precision.is_half else span
+
+
+def _in_master_dtype(weight: Tensor, precision: Precision) -> Tensor:
+    return weight.to(dtype_of(precision.master)) if weight.dtype == torch.float32 else weight
 
 
 def _in_dtype(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import unwrap
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon import MuonWithAdamW
 from raypar.actors.portions import portions
+from raypar.actors.sharding import Shape
 from raypar.actors.specs.optim import SGD, AdamW, AnyOptimizer, Muon
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import is_dense, nbytes
@@ -54,7 +56,10 @@ _WHOLE = ShardedGradients({}, {}, None, watched=False)
 
 
 def build_optimizer(
-    spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter], tensors: ShardedGradients = _WHOLE
+    spec: AnyOptimizer,
+    parameters: Mapping[str, nn.Parameter],
+    tensors: ShardedGradients = _WHOLE,
+    shapes: Mapping[str, Shape] = MappingProxyType({}),
 ) -> Optimizer | None:
     """Build the optimizer for some parameters. Those with the same ``Rule`` are one parameter group.
 
@@ -62,13 +67,14 @@ def build_optimizer(
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
         tensors: The parameters that a tensor-parallel group shards; by default none.
+        shapes: The shapes of the weights, by logical name, of which parameters are spans.
 
     Returns:
         The optimizer, or None if there are no parameters.
     """
     alike = defaultdict[Rule, list[nn.Parameter]](list)
     for name, parameter in parameters.items():
-        alike[rule_of(spec, untiled(name), parameter.dim())].append(parameter)
+        alike[rule_of(spec, untiled(name), len(shapes.get(name, parameter.shape)))].append(parameter)
     if not alike:
         return None
     groups = defaultdict[str, list[dict[str, Any]]](list)

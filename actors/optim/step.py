@@ -92,8 +92,12 @@ class Updater:
 
     def __post_init__(self) -> None:
         storage, self._parameters = self.masters.storage, self.masters.parameters
-        self._logical, self._blocks = frozenset(self.names), GradientBlocks(self._parameters)
-        self._optimizer: Optimizer | None = build_optimizer(self.run.optim, self._parameters, self.tensors)
+        self._logical = frozenset(self.names)
+        elements = {name: math.prod(shape) for name, shape in self.masters.shapes.items()}
+        self._blocks = GradientBlocks(self._parameters, elements)
+        self._optimizer: Optimizer | None = build_optimizer(
+            self.run.optim, self._parameters, self.tensors, self.masters.shapes
+        )
         if storage.is_off_device and self._optimizer is not None:
             self._optimizer = OffloadedOptimizer(self._optimizer, storage)
             reserve_states(storage, self.run.optim, self._parameters)
@@ -339,7 +343,7 @@ class Updater:
         """
         if self.group is None or not self.ties:
             return
-        ties = self._used_ties(self.group)
+        ties = [(number, tie) for number, tie in self._used_ties(self.group) if self._has_end_of(tie)]
         for number, tie in ties:
             self._pass_gradient(self.group, tie.reversed(), _TIE_TAG + 2 * number, adds=True)
         for number, tie in ties:
@@ -374,10 +378,15 @@ class Updater:
         counts = torch.zeros(len(self.ties), dtype=torch.int64)
         for number, tie in enumerate(self.ties):
             ends = (tie.originals, tie.original), (tie.copies, tie.copy)
-            counts[number] = sum(group.rank in at and self._parameters[name].grad is not None for at, name in ends)
+            here = (self._parameters[name] for at, name in ends if group.rank in at and name in self._parameters)
+            counts[number] = sum(parameter.grad is not None for parameter in here)
         group.host.all_reduce(counts).wait()
         used = {tie.original for tie, count in zip(self.ties, counts.tolist(), strict=True) if count}
         return [(number, tie) for number, tie in enumerate(self.ties) if tie.original in used]
+
+    def _has_end_of(self, tie: Ends) -> bool:
+        """Return whether this actor updates an end of a tie; with many replicas, some have no part of a weight."""
+        return tie.original in self._parameters or tie.copy in self._parameters
 
     @contextmanager
     def _gradient(self, name: str, group: Group) -> Iterator[Tensor]:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from raypar.actors.mesh.world import World
+from dataclasses import replace
+
+from raypar.actors.mesh.world import World, Zero
 from raypar.actors.specs.run import Run
+
+CUT_LEVELS: frozenset[Zero] = frozenset()
+"""the ZeRO levels at which replicas divide the elements of every weight, and not the weights"""
 
 
 def world_of(run: Run) -> World:
     """Return the world of a run: all its workers, and its parameter servers if it has any."""
-    return World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
+    world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
+    cuts = world.zero in CUT_LEVELS and run.optim.kind != "muon" and run.offload == "none"
+    return replace(world, cuts=cuts)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from raypar.actors.inspect.activations import OutputWatch, Sight, Spot
 from raypar.actors.inspect.recording import Tape
 from raypar.actors.inspect.step import ActorContents, ComputedValue, Look
 from raypar.actors.machine.high_water import HighWater
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT
 from raypar.actors.tensors import nbytes
@@ -123,8 +125,25 @@ class Probe:
 
         It is summed over the step and the replicas, and clipped.
         """
-        gradient = self.state.weights()[name].grad
-        return None if gradient is None else gradient.cpu()
+        weight = self.state.weights().get(name)  # of a small one, this actor may have no part
+        return None if weight is None or weight.grad is None else weight.grad.cpu()
+
+    def parts(
+        self, what: Literal["master", "gradient"], names: Sequence[str] | None = None
+    ) -> dict[str, tuple[Shard, Tensor]]:
+        """Return the parts of masters or of gradients that this actor has, by logical name, on the host.
+
+        Args:
+            what: The kind of tensor.
+            names: Logical names of parameters; None for all that this actor updates.
+        """
+        found = {}
+        for name, shard in self.state.updates().items():
+            if names is None or name in names:
+                tensor = self.master(name) if what == "master" else self.gradient(name)
+                if tensor is not None:
+                    found[name] = shard, tensor
+        return found
 
     def gradients(self, names: Sequence[str]) -> list[Tensor | None]:
         """Return gradients by logical name, as ``gradient`` does for one, in the order of ``names``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +29,8 @@ from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import is_first_holder
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.rank_context import RankContext
+
+_PART = "part"  # the key, in the notes of a step, of a master that is a span of a weight
 
 
 class StateTensor(NamedTuple):
@@ -93,6 +95,10 @@ class WorkerState:
     def holds(self) -> dict[str, Shard]:
         """Return, by logical name, the part of each parameter that this actor holds."""
         return {name: self.part.shards.get(name) or Shard(tuple(p.shape)) for name, p in self.parameters.items()}
+
+    def updates(self) -> dict[str, Shard]:
+        """Return, by logical name, the part of each parameter that this actor updates."""
+        return {name: self._part(name) or Shard(tuple(master.shape)) for name, master in self.masters.items()}
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of all stages, and the frozen parameters that change, with their names in a checkpoint."""
@@ -181,12 +187,13 @@ class WorkerState:
 
     def masters_apart(self) -> list[nn.Parameter]:
         """Return the masters that are not among the weights that this actor holds for its layers."""
-        held = {id(weight) for weight in self.part.held}
-        return [master for master in self.masters.values() if id(master) not in held]
+        held, views = {id(weight) for weight in self.part.held}, self.part.masters.views
+        return [one for name, one in self.masters.items() if id(one) not in held and name not in views]
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return all weights of this actor by logical name: its masters, and the layers' weights that others update."""
-        return {**self.parameters, **self.masters}
+        """Return the weights by logical name that have gradients: masters, and layers' weights without a master."""
+        whole = {name: parameter for name, parameter in self.parameters.items() if name not in self.part.cuts}
+        return {**whole, **self.masters}
 
     # --- checkpoints ---
 
@@ -298,7 +305,10 @@ class WorkerState:
     def remember(self, notes: Notes) -> None:
         """Copy weights and optimizer state into the notes, before a STEP changes them."""
         kept = ((logical_name(weight, kept), tensor) for weight, kept, tensor in self.update.state() if kept)
-        notes.remember(chain(self.weights().items(), kept), self.storage.copied)
+        cut = ((name, one) for name, one in self.parameters.items() if name in self.part.cuts)
+        parts = ((logical_name(name, _PART), self.masters[name]) for name in self.part.parts)
+        whole = ((name, one) for name, one in self.weights().items() if name not in self.part.parts)
+        notes.remember(chain(whole, cut, parts, kept), self.storage.copied)
         notes.remember([(SCALER, self.scaler.numbers())])
         notes.updated = True
 
@@ -316,11 +326,12 @@ class WorkerState:
         context, updated = self.context, set[str]()
         for weight, kept, tensor in self.update.state():
             updated.add(weight)
-            yield StateTensor(weight, kept, tensor, self._shard(weight, tensor), self.is_saver(weight, tensor))
+            shard = self._part(weight) if tensor.dim() else None
+            yield StateTensor(weight, kept, tensor, shard, self.is_saver(weight, tensor))
         if not context.plan.run.precision.is_mixed:  # else the layers' weights do not have the dtype of a checkpoint
             for name, parameter in self.parameters.items():
                 if name not in updated:
-                    yield StateTensor(name, "", parameter, self._shard(name, parameter), is_saved=False)
+                    yield StateTensor(name, "", parameter, self._shard(name), is_saved=False)
         if context.leads and context.cp == 0:
             yield from (StateTensor(name, "", buffer, None, is_saved=True) for name, buffer in self.buffers())
         if context.plan.rank in context.world.trainers and (context.plan.run.counts_skips or not self.scaler.is_fresh):
@@ -343,11 +354,19 @@ class WorkerState:
         sharding = Sharding() if tile is None else Sharding({0: tile})
         return sharding if shard is None else sharding.then(shard.sharding)
 
-    def _shard(self, weight: str, tensor: Tensor) -> Shard | None:
-        """Return the part of its logical tensor that a weight or its optimizer state is; None for the whole."""
-        if tensor.dim() and (tile := tile_of(weight)) is not None:
-            return Shard((tile.count * tensor.shape[0], *tensor.shape[1:]), Sharding({0: tile}))
-        return self.part.shards.get(weight) if tensor.dim() else None
+    def _shard(self, weight: str) -> Shard | None:
+        """Return the part of its logical tensor that the layers have of a weight; None for the whole."""
+        if (tile := tile_of(weight)) is not None:
+            shape = self.part.parameters[weight].shape
+            return Shard((tile.count * shape[0], *shape[1:]), Sharding({0: tile}))
+        return self.part.shards.get(weight)
+
+    def _part(self, weight: str) -> Shard | None:
+        """Return the part of its logical tensor that this actor updates of a weight; None for the whole."""
+        shard, part = self._shard(weight), self.part.parts.get(weight)
+        if part is None:
+            return shard
+        return replace(Shard(part.whole) if shard is None else shard, elements=part.elements, order=part.order)
 
     def is_saver(self, weight: str, tensor: Tensor) -> bool:
         """Return whether this actor saves a weight that it updates, and its state: it has the first of all copies.
@@ -358,25 +377,48 @@ class WorkerState:
         is_first = context.has_first_copy_of_experts if is_expert else context.has_first_copy
         if weight in self._stored_names or not is_first:
             return False
+        part = self.part.parts.get(weight)
+        if part is not None and part.elements is not None and not tensor.dim() and part.elements[0]:
+            return False  # the replica with the first element saves a number
         if (tile := tile_of(weight)) is not None:
             return context.leads and (bool(tensor.dim()) or tile.own == (0,))
         if is_expert and context.world.mesh.folds_experts:
             return True
         return (
-            context.leads if self._shard(weight, tensor) is None else is_first_holder(self.part.partial.get(weight, ()))
+            context.leads
+            if not tensor.dim() or self._shard(weight) is None
+            else is_first_holder(self.part.partial.get(weight, ()))
         )
 
     def _load_weights(self, read: Read) -> None:
         for name, parameter in self.parameters.items():
             weight = read(name, "")
             assert weight is not None, "the driver has looked at names and shapes"
-            for each in {id(one): one for one in (parameter, self.masters.get(name, parameter))}.values():
+            master = self.masters.get(name, parameter)
+            for each in {id(one): one for one in (parameter, master)}.values():
                 with self.storage.accessible([each], writes=True):
-                    each.copy_(weight)
+                    each.copy_(self._of(name, weight) if name in self.part.parts and each is master else weight)
+        for name in self.part.parts:
+            if (part := read(name, _PART)) is not None:
+                self.masters[name].copy_(part)
         self.part.masters.publish()
-        self.update.load(read)
+        self.update.load(self._parts_read(read))
         if (numbers := read(SCALER, "")) is not None:
             self.scaler.load(numbers)
+
+    def _of(self, name: str, held: Tensor) -> Tensor:
+        """Return the part that this actor updates of a tensor that is sharded like a weight of the layers."""
+        part = self.part.parts.get(name)
+        return held if part is None or not held.dim() or held.shape != part.whole else part.take(held)
+
+    def _parts_read(self, read: Read) -> Read:
+        """Return a function that reads the parts that this actor updates of what ``read`` returns."""
+
+        def of(weight: str, kept: str = "") -> Tensor | None:
+            found = read(weight, kept)
+            return None if found is None else self._of(weight, found)
+
+        return of
 
     def _load_buffers(self, read: Read) -> None:
         for stage in self.stages.values():

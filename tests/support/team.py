@@ -139,7 +139,26 @@ class Team:
 
     def gradients(self):
         """Copies of the gradients that the optimizers saw, whole."""
+        if self.world.cuts:
+            return self._joined("gradient", range(self.world.size))
         return self._whole("gradient", self.world.server_ranks or range(self.world.size))
+
+    def masters(self):
+        """Copies of the weights that the optimizers update, whole."""
+        return self._joined("master", range(self.world.size))
+
+    def _joined(self, method, ranks):
+        """What a method returns of the parts that these ranks update, put together."""
+        found = {}
+        for rank in ranks:
+            state = self.all[rank].member.state
+            found |= dict.fromkeys(name for name in state.holds() if name not in found)
+            for name, shard in state.updates().items():
+                if (part := getattr(self.all[rank], method)(name)) is not None:
+                    if found.get(name) is None:
+                        found[name] = part.new_full(shard.whole, float("nan"))
+                    shard.put(found[name], part)
+        return found
 
     def _whole(self, method, ranks):
         """What a method tells of each parameter that these ranks hold, whole; the first that is not None."""

@@ -41,7 +41,12 @@ from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.updates import buckets_of, shared_update, updater_of
-from raypar.actors.worker.build.weight_owners import between_owners, owners_of, ranks_of_layers
+from raypar.actors.worker.build.weight_owners import (
+    between_updaters,
+    cuts_of,
+    owners_of,
+    ranks_of_layers,
+)
 from raypar.schedules.action import Action, Op
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.rules import MAKES_GRADIENTS
@@ -79,15 +84,21 @@ def build_part(
     stages = _stages_of(layers, parts, parallelizer, overflow, record, first)
     held = (one for stage in stages.values() for one in stage.parameters().items())
     parameters = {name: parameter for name, parameter in held if name not in same}
-    masters = layers.masters({name: parameter for name, parameter in parameters.items() if owners.is_own(name)})
-    ends = [between_owners(tie, world, owners.of, plan.rank) for tie in ties if tie.original in owners.of]
+    cuts = cuts_of(plan, model, groups)
+    divided = ((name, cuts[name].shard(p)) for name, p in parameters.items() if name in cuts)
+    own_parts = {name: part for name, part in divided if part is not None}
+    mine = {name: p for name, p in parameters.items() if (name in own_parts if name in cuts else owners.is_own(name))}
+    masters = layers.masters(mine, own_parts)
+    learning = [tie for tie in ties if tie.original in owners.of]
     return ModelPart(
         model=model,
         stages=stages,
         parameters=parameters,
         masters=masters,
         owners=owners,
-        ties=ends,
+        cuts=cuts,
+        parts=own_parts,
+        ties=[between_updaters(tie, plan, owners.of, groups) for tie in learning],
         shards=parallelizer.shards,
         partial=parallelizer.partial,
         outputs=parallelizer.outputs,

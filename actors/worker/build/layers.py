@@ -81,11 +81,16 @@ class LayerMaker:
             self._some([index for part in parts.values() for index in part])
         tie_parameters(self.model, self.modules, same)
 
-    def masters(self, mine: Mapping[str, nn.Parameter]) -> Masters:
-        """Return the masters of the parameters that this actor updates, given by logical name, and cast the layers."""
+    def masters(self, mine: Mapping[str, nn.Parameter], parts: Mapping[str, Shard]) -> Masters:
+        """Return the masters of the parameters that this actor updates, and cast the layers.
+
+        Args:
+            mine: The parameters by logical name.
+            parts: The spans of those of which the actor updates a part, in the parameters as the actor holds them.
+        """
         if self._sharder is not None:
             return Masters(self.storage, mine, self._sharder.masters, self._sharder.shards)
-        return masters_of(self.plan.run.precision, self.storage, self.modules.values(), mine)
+        return masters_of(self.plan.run.precision, self.storage, self.modules.values(), mine, parts)
 
     @property
     def shards(self) -> Mapping[str, nn.Parameter]:

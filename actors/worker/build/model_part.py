@@ -9,6 +9,7 @@ from itertools import chain
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Groups
+from raypar.actors.data_parallel.cut_layout import ReplicaCut
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.data_parallel.stage_weights import StageWeights
@@ -34,6 +35,8 @@ class ModelPart:
         parameters: Trainable parameters by logical name; a tied weight of several layers here is listed once.
         masters: The weights that this actor updates.
         owners: The owner of each parameter of the model, which updates it.
+        cuts: How replicas divide the elements of parameters, by logical name; those that are not divided are missing.
+        parts: The spans that this actor updates of these parameters, in the parameters as the actor holds them.
         ties: Ties between pipeline ranks; their ranks are those of the owners in the group of all updaters.
         shards: This actor's part of each sharded parameter, by logical name.
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
@@ -52,6 +55,8 @@ class ModelPart:
     parameters: dict[str, nn.Parameter]
     masters: Masters
     owners: Owners
+    cuts: Mapping[str, ReplicaCut]
+    parts: Mapping[str, Shard]
     ties: list[Ends]
     shards: Mapping[str, Shard]
     partial: Mapping[str, Groups]
@@ -84,7 +89,10 @@ class ModelPart:
     @property
     def summed(self) -> Mapping[str, nn.Parameter]:
         """The parameters that have the sums of gradients once these are reduced, by logical name."""
-        return self.masters.parameters if self.storage.is_off_device else self.parameters
+        if self.storage.is_off_device:
+            return self.masters.parameters
+        whole = {name: parameter for name, parameter in self.parameters.items() if name not in self.cuts}
+        return whole | {name: self.masters.parameters[name] for name in self.parts}
 
     def routers(self) -> Iterator[tuple[int, Routed]]:
         """Yield the routers in the stages, each with the number of its stage."""

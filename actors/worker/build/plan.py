@@ -9,6 +9,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind, ProgramName
+from raypar.actors.specs.worlds import world_of
 from raypar.schedules.schedule import Schedule
 
 
@@ -44,4 +45,4 @@ class ActorPlan:
     @property
     def world(self) -> World:
         """All ranks of the run."""
-        return World.of(self.run.mesh, self.run.data_parallel, self.run.servers, self.run.zero, self.run.offload)
+        return world_of(self.run)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.buckets import Bucket, pack
+from raypar.actors.data_parallel.buckets import Bucket, CutBucket, pack
 from raypar.actors.data_parallel.reducer import Channel, Complete
 from raypar.actors.data_parallel.replica_checks import fixed_weights
-from raypar.actors.data_parallel.zero1 import ShardedUpdate, SharedBucket
+from raypar.actors.data_parallel.zero1 import MOST_FLATS, CutWeights, OwnedWeights, ShardedUpdate, SharedBucket
 from raypar.actors.machine.flat_memory import flat_empty
 from raypar.actors.mesh.world import ReplicaGroup
 from raypar.actors.optim.loss_scale import LossScaler
@@ -93,7 +93,7 @@ def buckets_of(plan: ActorPlan, part: ModelPart, parameters: Mapping[str, nn.Par
     strides = {name: stride for unit in units for name, stride in unit.strides.items()}
     for number in last_backwards(row):
         members = {name: parameters[name] for name in part.stages[number].parameters() if name in parameters}
-        buckets += pack(number, members, part.owners.of, limit, strides)
+        buckets += pack(number, members, part.owners.of, limit, strides, part.cuts)
     return buckets
 
 
@@ -168,27 +168,35 @@ def shared_update(
     updater = updater_of(context, part, scaler)
     if not world.sharded:
         return channels, updater
+    if world.gathers:
+        return channels, ShardedUpdate(updater, ())
+    layers = [module for stage in part.stages.values() for module in stage.modules]
+    if world.cuts:
+        numbers = {name: number for number, name in enumerate(part.parameters)}
+        fixed = fixed_weights(layers, part.parameters, numbers)
+        cut = ((one, replicas[one.owner].shard_key) for one in buckets if isinstance(one, CutBucket))
+        weights = [CutWeights(bucket, groups[key], part.masters, fixed) for bucket, key in cut]
+        return channels, ShardedUpdate(updater, weights)
     owners = {
         channel: (groups[one.shard_key], rank)
         for channel, (one, rank) in enumerate((one, rank) for one in replicas for rank in range(one.owners))
         if one.key in groups
     }
-    if world.gathers:
-        return channels, ShardedUpdate(updater, ())
     if world.unshards:
-        weights = buckets_of(plan, part, part.layer_shards)
-        off_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in weights if bucket.owner in owners]
-        return channels, ShardedUpdate(updater, off_device, set(part.layer_shards), allocate, part.storage)
-    layers = [module for stage in part.stages.values() for module in stage.modules]
+        stored = buckets_of(plan, part, part.layer_shards)
+        off_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in stored if bucket.owner in owners]
+        apart = set(part.layer_shards)
+        shared = [OwnedWeights(one, apart, allocate, part.storage) for one in off_device]
+        return channels, ShardedUpdate(updater, shared, MOST_FLATS)
     fixed = fixed_weights(layers, part.parameters, part.owners.of)
-    shared = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
-    return channels, ShardedUpdate(updater, shared, fixed)
+    on_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
+    return channels, ShardedUpdate(updater, [OwnedWeights(one, fixed) for one in on_device])
 
 
 def _channels(
     plan: ActorPlan, replicas: ReplicaGroup, groups: Mapping[str, Group], allocate: Empty | None
 ) -> Iterator[Channel]:
-    """Yield the channels of replicas, one for each owner of their weights.
+    """Yield the channels of replicas: one for each owner of their weights, or one if each gets a part of all sums.
 
     Args:
         plan: The actor's plan.
@@ -206,6 +214,13 @@ def _channels(
         yield Channel(every.all_reduce, every.host.all_reduce, allocate or every.empty, gets_sum=True)
         return
     owners = groups[replicas.shard_key]
+    if world.cuts:
+        channel = _channel_to(owners, 0, allocate or owners.empty)
+        channel = channel._replace(gets_sum=True, scatter=owners.reduce_scatter_cut)
+        if world.hybrid:
+            channel = channel._replace(sum_on_host=every.host.all_reduce, finish=groups["replicate"].all_reduce)
+        yield channel
+        return
     for owner in range(owners.size):
         channel = _channel_to(owners, owner, allocate or owners.empty)
         if world.hybrid:

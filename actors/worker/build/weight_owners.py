@@ -6,10 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.cut_layout import ReplicaCut
 from raypar.actors.data_parallel.owners import Owners, share_out
-from raypar.actors.mesh.world import World
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends, Tie, ties_of
+from raypar.actors.sharding import first_ranks
 from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import nbytes
@@ -29,6 +30,10 @@ def owners_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group], server
     world, found, orders = plan.world, dict[str, int](), orders_of(plan.run.expert_order)
     dense, experts = world.dense, world.experts
     names = frozenset(model.experts if experts is not None else ())
+    if world.cuts:  # every replica updates a part of every parameter
+        every = (name for sizes in sizes_of(model, plan.run.split, plan.programs["train"]).values() for name in sizes)
+        kinds = 1 if experts is None else 2
+        return Owners({name: int(name in names) for name in every}, frozenset(range(kinds)), 1, kinds, names)
     for sizes in sizes_of(model, plan.run.split, plan.programs["train"]).values():
         found |= share_out({name: size for name, size in sizes.items() if name not in names}, dense.owners)
         parts = defaultdict[int, dict[str, int]](dict)
@@ -46,22 +51,60 @@ def owners_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group], server
     return Owners(found, frozenset(own), dense.owners, dense.owners + (0 if experts is None else experts.owners), names)
 
 
-def between_owners(tie: Tie, world: World, owner_of: Mapping[str, int], rank: int) -> Ends:
-    """Return a tie between pipeline ranks as one between the owners of its ends, in the group of all updaters.
+def cuts_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group]) -> dict[str, ReplicaCut]:
+    """Return how replicas divide the elements of parameters among them, by logical name; {} if they do not.
+
+    Parameters that only this actor holds are missing.
+
+    Args:
+        plan: The actor's plan.
+        model: The model.
+        groups: The actor's groups by key.
+    """
+    world = plan.world
+    if not world.cuts or world.is_expert(plan.rank):
+        return {}
+    experts = frozenset(model.experts if world.experts is not None else ())
+    originals = {copy: original for original, copy in model.ties}
+    sizes = {
+        f"{layer}.{inner}": parameter.numel()
+        for layer, module in zip(model.names, model.skeleton, strict=True)
+        for inner, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+    found = dict[str, ReplicaCut]()
+    for replicas, is_expert in ((world.dense, False), (world.experts, True)):
+        if replicas is None or replicas.shard_key not in groups:
+            continue
+        group = groups[replicas.shard_key]
+        names = [name for name in sizes if (name in experts) == is_expert]
+        firsts = first_ranks({name: sizes[name] for name in names if name not in originals}, group.size)
+        found |= {name: ReplicaCut(firsts[originals.get(name, name)], group.rank, group.size) for name in names}
+    return found
+
+
+def between_updaters(tie: Tie, plan: ActorPlan, owner_of: Mapping[str, int], groups: Mapping[str, Group]) -> Ends:
+    """Return a tie between pipeline ranks as one between the actors that update its ends, in the group of all updaters.
+
+    Replicas that divide the elements of the weight hold the same spans of both ends, so each has a tie of its own.
 
     Args:
         tie: The tie.
-        world: All ranks of the run.
+        plan: The actor's plan.
         owner_of: The owner of each parameter.
-        rank: The actor's rank.
+        groups: The actor's groups by key.
     """
+    world, rank = plan.world, plan.rank
     if world.mesh.is_uneven:  # both ends have the same number of tensor ranks
         originals, copies = (world.mesh.ranks_of(pp) for pp in (tie.original_rank, tie.copy_rank))
         tp = world.mesh.tp_of(tie.original_rank)
         own = world.at(rank)["tp"] % tp
         return Ends(tie.original, tuple(originals[own::tp]), tie.copy, tuple(copies[own::tp]))
-    owner = world.owner_rank(tie.original_rank, owner_of[tie.original], rank)
-    return Ends(tie.original, (owner,), tie.copy, (world.owner_rank(tie.copy_rank, owner_of[tie.copy], rank),))
+    first, second = owner_of[tie.original], owner_of[tie.copy]
+    if world.cuts and world.dense.shard_key in groups:
+        first = second = groups[world.dense.shard_key].rank
+    original = world.owner_rank(tie.original_rank, first, rank)
+    return Ends(tie.original, (original,), tie.copy, (world.owner_rank(tie.copy_rank, second, rank),))
 
 
 def ranks_of_layers(model: Model, split: Split, schedule: Schedule) -> dict[int, int]:

@@ -13,11 +13,12 @@ from typing import Any
 from raypar.actors.machine.files import read_named
 from raypar.actors.machine.this_machine import num_slots, starts_own_ray
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import Offload, World
+from raypar.actors.mesh.world import Offload
 from raypar.actors.specs.model import GPT, Llama, Transformer
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.cli.plan.zero_levels import placed, zero_levels_table
 from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
@@ -265,7 +266,7 @@ def _nodes(cluster: Cluster) -> str:
 
 def _places(best: Candidate, cluster: Cluster) -> Iterator[str]:
     """Yield which actors go on which node, as a launch places them."""
-    world = World.of(best.run.mesh, best.run.data_parallel, best.run.servers, best.run.zero, best.run.offload)
+    world = world_of(best.run)
     if cluster.size > _MOST_PLACED:
         first = ", ".join(world.label(rank) for rank in range(cluster.each_node))
         yield f"node 0: {first}; the others go on in this order" if best.order == LADDER else "whole replicas a rack"

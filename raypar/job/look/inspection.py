@@ -11,6 +11,7 @@ from raypar.actors.bounds import Steps
 from raypar.actors.collective.ledger import LedgerEntry
 from raypar.actors.mesh.world import World
 from raypar.actors.models.skeleton import Skeleton
+from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.sharding import Shard, join_shards
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import KEPT, DeviceKind
@@ -130,6 +131,10 @@ class Inspection:
         originals = self._skeleton.originals
         for pp in range(self._run.mesh.pp):
             ranks = self._world.trainers_of(pp)
+            if self._world.cuts:
+                parts = self._from_parts("master", ranks)
+                yield from ((originals.get(name, name), whole) for name, whole in parts.items())
+                continue
             found = self._probed(ranks, "fetching weights", "masters")
             held = dict(zip(ranks, found, strict=True))
             for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
@@ -163,6 +168,9 @@ class Inspection:
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
+        if self._world.cuts:
+            names = dict.fromkeys(untiled(name) for held in self._holds for name in held)
+            return dict.fromkeys(names) | self._from_parts("gradient", self._updaters)
         # Of each parameter, the first ranks of the tensor groups that hold it.
         holders = grouped((name, rank) for rank in self._updaters for name in self._spoken(rank))
         found = self._gradients_from({name: ranks[:1] for name, ranks in holders.items()})
@@ -233,6 +241,12 @@ class Inspection:
             By rank, the shard and its gradient on the CPU. Ranks without one are left out.
         """
         tiles = self._tiles(name)
+        if self._world.cuts and tiles:  # a replica's parts of several tiles are no single slice
+            whole = self.grad(name)
+            return {} if whole is None else {self._updaters[0]: (Shard(tuple(whole.shape)), whole)}
+        if self._world.cuts:
+            found = self._probed(self._updaters, f"fetching {name}", "parts", "gradient", [name])
+            return {rank: parts[name] for rank, parts in zip(self._updaters, found, strict=True) if name in parts}
         made: dict[int, list[tuple[str, Tensor]]] = {}
         for one in tiles or [name]:
             ranks = [rank for rank in self._updaters if one in self._holds[rank]]
@@ -358,8 +372,12 @@ class Inspection:
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._lifetime.demand_open()
         if tiles := self._tiles(name):
+            if self._world.cuts and method != "parameter":
+                return self._from_parts(method, ranks, tiles).get(name)
             ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in tiles)
             return whole
+        if self._world.cuts and method != "parameter" and any(name in held for held in self._holds):
+            return self._from_parts(method, ranks, [name]).get(name)
         for rank in (holders := [rank for rank in ranks if name in self._spoken(rank)]):
             found = self._whole(name, method, rank)
             if found is not None or rank == holders[-1]:
@@ -379,6 +397,24 @@ class Inspection:
         parts = self._probed(ranks, f"fetching {name}", method, name)
         held = {one: {name: part} for one, part in zip(ranks, parts, strict=True)}
         return None if parts[0] is None else self._joined(name, rank, held)
+
+    def _from_parts(self, what: str, ranks: Sequence[int], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Fetch the parts that ranks update, and put them together.
+
+        Args:
+            what: "master" or "gradient".
+            ranks: The ranks.
+            names: Logical names of parameters or their tiles; None for all.
+
+        Returns:
+            The whole tensors by logical name. Gradients that nobody has are left out.
+        """
+        found: dict[str, Tensor] = {}
+        for parts in self._probed(ranks, f"fetching {names[0] if names else f'{what}s'}", "parts", what, names):
+            for name, (shard, part) in parts.items():
+                whole = found.setdefault(untiled(name), part.new_empty(shard.whole))
+                shard.put(whole, part)
+        return found
 
     def _joined(self, name: str, rank: int, held: Mapping[int, Mapping[str, Tensor]]) -> Tensor:
         """Join a logical tensor that a rank holds, whole or with its tensor group; ``held`` is what each rank has."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
+from raypar.actors.specs.worlds import world_of
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.memory.worker import element_bytes
 from raypar.planner.sizes.parameters import StageParameters, held_by_stage
@@ -94,7 +94,7 @@ class StepModel:
     ) -> None:
         self.hides = software.is_hiding(run.mesh)
         self.run, self.model, self.cluster = run, model, cluster
-        self.world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
+        self.world = world_of(run)
         self.chunks = run.chunks or 1
         count = self.chunks * run.mesh.pp
         self._messages = messages_of(run, model, cluster, order, software)
