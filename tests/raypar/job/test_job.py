@@ -440,7 +440,7 @@ def test_a_job_shows_what_it_is_and_where_it_is(job):
     assert job._repr_html_().startswith('<div style="max-width: 100%; overflow-x: auto"><pre ')
     assert "&lt;Job, actors: 2" in job._repr_html_()
     assert '</pre><table class="raypar-table"><tr><th' in job._repr_html_()
-    assert "</table><svg" in job._repr_html_()
+    assert re.search("</table><style>[^<]*</style><svg", job._repr_html_())
     assert ">pp=1</td>" in job._repr_html_()
 
 

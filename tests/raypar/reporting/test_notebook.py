@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ def test_nothing_runs_off_the_page():
     for shown in (REPORT, Evaluation(4, 2.0, 64, 0.5), totals):
         html = shown._repr_html_()
         assert html.startswith('<div style="max-width: 100%; overflow-x: auto"><table class="raypar-table">')
-        assert html.endswith("</table></div>")
+        assert re.search("</table><style>[^<]*</style></div>$", html)
         assert not repr(shown).startswith("<div")
 
 
