@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -15,14 +14,14 @@ from torch import nn
 
 from raypar.actors.data_parallel.buckets import pack
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.mesh.world import World
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.sharding import cut_spans, first_ranks, num_blocks
+from raypar.actors.specs import worlds
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.optim import SGD, Muon
+from raypar.actors.specs.optim import SGD
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
@@ -46,13 +45,7 @@ BF16 = Precision("bf16")
 @pytest.fixture
 def cuts(monkeypatch):
     """All runs are predicted as if replicas cut tensors."""
-    plain = World.of
-
-    def cut(*args) -> World:
-        world = plain(*args)
-        return replace(world, cuts=world.sharded)
-
-    monkeypatch.setattr(World, "of", cut)
+    monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset({1, 2, 3}))
 
 
 def sized_of(model, mesh: Mesh, **changes) -> SizedRun:
@@ -112,7 +105,7 @@ def test_the_fullest_actor_has_hardly_more_than_the_mean(model, axes, replicas):
 
 
 @pytest.mark.usefixtures("cuts")
-@pytest.mark.parametrize("optim", [None, SGD(), Muon()])
+@pytest.mark.parametrize("optim", [None, SGD()])
 @pytest.mark.parametrize("model", [GPT(**SMALL), Llama(**SMALL, kv_heads=2), GPT(**SMALL, moe=MoE(experts=4))])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_of_small_models_too_at_every_level(model, replicas, optim):
