@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 def portions(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
@@ -16,12 +17,30 @@ def portions(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Ite
         size_of: Returns the size of an item.
         limit: Largest size of a portion, unless one item alone is larger.
     """
-    portion, size = list[T](), 0
+    return (portion for _, portion in portions_by_kind(items, lambda _: None, size_of, limit))
+
+
+def portions_by_kind(
+    items: Iterable[T], kind_of: Callable[[T], K], size_of: Callable[[T], int], limit: int
+) -> Iterator[tuple[K, list[T]]]:
+    """Yield items in portions of one kind, each of as many in a row of that kind as fit, and one at least.
+
+    Args:
+        items: The items.
+        kind_of: Returns the kind of an item.
+        size_of: Returns the size of an item.
+        limit: Largest size of a portion, unless one item alone is larger.
+
+    Returns:
+        (kind, portion) in the order in which the portions were filled; those that are not full come last.
+    """
+    filling, sizes = dict[K, list[T]](), dict[K, int]()
     for item in items:
-        if portion and size + size_of(item) > limit:
-            yield portion
-            portion, size = [], 0
-        portion.append(item)
-        size += size_of(item)
-    if portion:
-        yield portion
+        kind, size = kind_of(item), size_of(item)
+        if kind in filling and sizes[kind] + size > limit:
+            yield kind, filling.pop(kind)
+        if kind not in filling:
+            filling[kind], sizes[kind] = [], 0
+        filling[kind].append(item)
+        sizes[kind] += size
+    yield from filling.items()

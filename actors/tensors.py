@@ -23,6 +23,11 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides that torch would allocate for a tensor like this, which are dense even if it has gaps."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
 def row_size(tensor: Tensor) -> int:
     """Return the number of elements in one row of dim 0."""
     return math.prod(tensor.shape[1:])

@@ -453,6 +453,7 @@ class Group(ABC):
             args: The arguments of that method, which gets contiguous tensors.
             reads_out: Whether the op also reads ``out``, or leaves some of it as it is.
         """
+        start = self._starter(op, peer, start, args)
         if peer is not None and not 0 <= peer < self.size:
             raise ValueError(f"group {self.name}: {op}: rank {peer} is not one of its {self.size} members")
         if self._closed:
@@ -473,6 +474,10 @@ class Group(ABC):
                 finish = _then_copied(finish, flat, out)
         # The root of an op waits for all members, so its handle names no peer.
         return Handle(self, op, None if peer == self.rank else peer, finish)
+
+    def _starter(self, op: str, peer: int | None, start: Start, args: tuple[object, ...]) -> Start:
+        """Check an op's arguments, which are not staged yet, and return the method that starts it; see ``_run``."""
+        return start
 
     def _staged(self, tensor: Tensor, *, is_read: bool) -> Tensor:
         """Return the contiguous tensor that an op uses for one of its tensors, and whose values it may read."""

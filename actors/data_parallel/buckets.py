@@ -10,8 +10,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.data_parallel.cut_layout import CutLayout, ReplicaCut, dense_strides
-from raypar.actors.tensors import nbytes
+from raypar.actors.data_parallel.cut_layout import CutLayout, ReplicaCut
+from raypar.actors.portions import portions_by_kind
+from raypar.actors.tensors import dense_strides, nbytes
 
 
 @dataclass(eq=False)
@@ -222,25 +223,14 @@ def pack(
     Returns:
         The buckets, in the order in which they were filled.
     """
-    done: list[Bucket] = []
-    filling: dict[tuple[int, torch.dtype], dict[str, nn.Parameter]] = {}
-    for name in reversed(list(parameters)):
-        parameter = parameters[name]
-        key = owner_of[name], parameter.dtype
-        held = filling.get(key, {})
-        if held and sum(map(nbytes, held.values())) + nbytes(parameter) > limit:
-            done.append(_bucket(stage, key[0], filling.pop(key), strides, cuts))
-        filling.setdefault(key, {})[name] = parameter
-    return done + [_bucket(stage, owner, held, strides, cuts) for (owner, _), held in filling.items()]
-
-
-def _bucket(
-    stage: int,
-    owner: int,
-    parameters: Mapping[str, nn.Parameter],
-    strides: Mapping[str, Sequence[int]],
-    cuts: Mapping[str, ReplicaCut],
-) -> Bucket:
-    if cuts.keys().isdisjoint(parameters):
-        return Bucket(stage, owner, parameters, strides)
-    return CutBucket(stage, owner, parameters, strides, cuts)
+    found: list[Bucket] = []
+    for (owner, _), names in portions_by_kind(
+        reversed(list(parameters)),
+        lambda name: (owner_of[name], parameters[name].dtype),
+        lambda name: nbytes(parameters[name]),
+        limit,
+    ):
+        held = {name: parameters[name] for name in names}
+        is_cut = not cuts.keys().isdisjoint(held)
+        found.append(CutBucket(stage, owner, held, strides, cuts) if is_cut else Bucket(stage, owner, held, strides))
+    return found

@@ -125,10 +125,5 @@ class CutLayout:
         return flat[start:stop]
 
 
-def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides that torch would allocate for a tensor like this, which are dense even if it has gaps."""
-    return torch.empty_like(tensor, device="meta").stride()
-
-
 def _aligned(elements: int) -> int:
     return -(-elements // _ALIGNMENT) * _ALIGNMENT

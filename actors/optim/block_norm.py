@@ -18,6 +18,7 @@ from torch import Tensor
 from raypar.actors.autograd.torch_private import copy_each
 from raypar.actors.portions import portions
 from raypar.actors.sharding import SMALL, block_of
+from raypar.actors.tensors import dense_strides
 
 _FRACTION, _MOST = 23, 255  # bits of the fraction of an fp32 number, and its exponent if it is not finite
 _SMALLEST = -149  # the smallest fp32 number is 2**-149
@@ -214,7 +215,7 @@ class GradientBlocks:
         """Divide the memory for small gradients among the parameters of these names."""
         self._names, self._portions, self._large = names, [], []
         self._rows = {name: [] for name in names}
-        self._strides = {name: _strides(self._parameters[name]) for name in names}
+        self._strides = {name: dense_strides(self._parameters[name]) for name in names}
         alike = dict[tuple[int, torch.dtype], list[_Piece]]()
         for piece in self._pieces(names):
             alike.setdefault((piece.block, piece.dtype), []).append(piece)
@@ -292,11 +293,6 @@ def global_norm(gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor
         () float32 on the host.
     """
     return GradientBlocks(parameters).norms(gradients).squares(gradients).root()
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """Return the strides of a new tensor like this one: dense, in the same memory order."""
-    return torch.empty_like(tensor, device="meta").stride()
 
 
 def _row_norms(rows: Tensor) -> Tensor:

@@ -80,8 +80,8 @@ async def _look(tab, url, page, schemes, ignored):
         await tab.emulate_media(color_scheme=scheme)
         for width, height in SIZES:
             await tab.set_viewport_size({"width": width, "height": height})
-            told = [*await tab.evaluate("checks.layout", ignored), *await tab.evaluate("checks.contrast", ignored)]
-            page.faults += [f"{width} px, {scheme}: {fault}" for fault in told]
+            found = [*await tab.evaluate("checks.layout", ignored), *await tab.evaluate("checks.contrast", ignored)]
+            page.faults += [f"{width} px, {scheme}: {fault}" for fault in found]
     links = await tab.evaluate("checks.links()")
     page.links, page.anchors = links["links"], links["anchors"]
 

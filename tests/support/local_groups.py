@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.group import Finish, Group, GroupMember, Handle, Start
+from raypar.actors.collective.group import Finish, Group, GroupMember, Start
 from raypar.actors.collective.reductions import ReduceOp, reduce_in_order
 
 
@@ -180,21 +180,12 @@ class FailingGroup(LocalGroup):
         super().__init__(hub, axis, rank, size, timeout)
         self._op, self._left = op, nth
 
-    def _run(
-        self,
-        op: str,
-        peer: int | None,
-        sent: int,
-        out: Tensor | None,
-        start: Start,
-        *args: object,
-        reads_out: bool = False,
-    ) -> Handle:
+    def _starter(self, op: str, peer: int | None, start: Start, args: tuple[object, ...]) -> Start:
         if op == self._op:
             self._left -= 1
             if self._left == 0:
                 raise self.fault(op, peer, "injected fault")
-        return super()._run(op, peer, sent, out, start, *args, reads_out=reads_out)
+        return start
 
 
 def local_groups(axis: str, size: int, timeout: float = 30.0) -> list[LocalGroup]:

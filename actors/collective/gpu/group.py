@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.exchange import gather_objects
 from raypar.actors.collective.gpu.watcher import Issued, IssuedOp, Watcher, block_until_over
-from raypar.actors.collective.group import Edge, Finish, Group, GroupMember, Handle, Start
+from raypar.actors.collective.group import Edge, Finish, Group, GroupMember, Start
 from raypar.actors.errors import first_line
 from raypar.actors.tensors import row_size
 
@@ -131,16 +131,7 @@ class GpuGroup(Group):
             self._reason = f"an earlier op failed ({op}{whom}: {reason})"
         return super().fault(op, peer, reason)
 
-    def _run(
-        self,
-        op: str,
-        peer: int | None,
-        sent: int,
-        out: Tensor | None,
-        start: Start,
-        *args: object,
-        reads_out: bool = False,
-    ) -> Handle:
+    def _starter(self, op: str, peer: int | None, start: Start, args: tuple[object, ...]) -> Start:
         demand_device(self.name, op, self.device, args)
 
         def begin(*args: object) -> Finish:
@@ -156,7 +147,7 @@ class GpuGroup(Group):
                 self._watcher.add(issued)
             return issued
 
-        return super()._run(op, peer, sent, out, begin, *args, reads_out=reads_out)
+        return begin
 
     def _barrier(self) -> Finish:
         token = torch.zeros(1, device=self.device)

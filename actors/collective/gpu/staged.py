@@ -10,7 +10,7 @@ from torch import Tensor
 
 from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.gpu.group import demand_device
-from raypar.actors.collective.group import Finish, Group, GroupMember, Handle, Start
+from raypar.actors.collective.group import Finish, Group, GroupMember, Start
 from raypar.actors.collective.reductions import ReduceOp
 
 log = logging.getLogger(__name__)
@@ -40,18 +40,9 @@ class StagedGroup(Group):
         self._closed = True
         self._inner.abort()
 
-    def _run(
-        self,
-        op: str,
-        peer: int | None,
-        sent: int,
-        out: Tensor | None,
-        start: Start,
-        *args: object,
-        reads_out: bool = False,
-    ) -> Handle:
+    def _starter(self, op: str, peer: int | None, start: Start, args: tuple[object, ...]) -> Start:
         demand_device(self.name, op, self.device, args)
-        return super()._run(op, peer, sent, out, start, *args, reads_out=reads_out)
+        return start
 
     def _staged(self, tensor: Tensor, *, is_read: bool) -> Tensor:
         """Return the host's tensor for one of an op, a copy of it unless the op only writes into it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from raypar.actors.mesh.world import World
+from raypar.actors.portions import portions_by_kind
 from raypar.planner.sizes.units import TensorSize, Units
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS
@@ -109,11 +110,5 @@ def _packed(sizes: Sequence[TensorSize], gradient: int, limit: int) -> list[int]
         gradient: The bytes of an element of a gradient.
         limit: The most elements of a bucket that has several tensors.
     """
-    done, filling = list[int](), dict[bool, int]()
-    for elements, is_expert in reversed(sizes):
-        held = filling.get(is_expert, 0)
-        if held and held + elements > limit:
-            done.append(held)
-            held = 0
-        filling[is_expert] = held + elements
-    return [gradient * held for held in (*done, *filling.values())]
+    kinds = portions_by_kind(reversed(sizes), lambda one: one.is_expert, lambda one: one.elements, limit)
+    return [gradient * sum(one.elements for one in portion) for _, portion in kinds]
