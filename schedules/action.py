@@ -21,24 +21,25 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """The op of an action. In pseudocode, on the actor that holds the stage:
+    """The op of an action. Its pseudocode is that of the actor that holds the stage.
 
-    F            ``outbox[mb] = saved[mb] = stage(inbox[mb])``
-    B            the full backward: ``I``, then ``W``
-    I            ``outbox[mb] = inputs.grad`` from ``saved[mb]``: the previous stage waits for it
-    W            ``weights.grad += ...`` from ``saved.pop(mb)``: only the optimizer waits for it
-    SEND_F       ``group.send(outbox.pop(mb), to=the rank of stage + 1)``, the activation; a skip's to its target
-    RECV_F       ``inbox[mb] = group.recv(the rank of stage - 1)``; a skip's from its source
-    SEND_B       ``group.send(outbox.pop(mb), to=the rank of stage - 1)``, the gradient; a skip's to its source
-    RECV_B       ``inbox[mb] = group.recv(the rank of stage + 1)``; a skip's from its target
-    UNSHARD      ``weights = all_gather(shard)``
-    RESHARD      ``weights = None``, the shard stays
-    REDUCE_GRAD  ``weights.grad = all_reduce(weights.grad)`` over the replicas of the stage
-    STEP         ``optimizer.step()`` for everything the rank holds, or for one stage
-    USE          ``weights = versions[...]`` for the next forwards of the stage
-    VALIDATE     ``if not vote.wait(): weights, states = copies; optimizer.step()``, and the forwards since again
-    OFFLOAD      ``saved[mb] = saved[mb].to("cpu")``, after F
-    RELOAD       ``saved[mb] = saved[mb].to(device)``, before B or I
+    Attributes:
+        F: ``outbox[mb] = saved[mb] = stage(inbox[mb])``
+        B: the full backward: ``I``, then ``W``
+        I: ``outbox[mb] = inputs.grad`` from ``saved[mb]``: the previous stage waits for it
+        W: ``weights.grad += ...`` from ``saved.pop(mb)``: only the optimizer waits for it
+        SEND_F: ``group.send(outbox.pop(mb), to=the rank of stage + 1)``, the activation; a skip's to its target
+        RECV_F: ``inbox[mb] = group.recv(the rank of stage - 1)``; a skip's from its source
+        SEND_B: ``group.send(outbox.pop(mb), to=the rank of stage - 1)``, the gradient; a skip's to its source
+        RECV_B: ``inbox[mb] = group.recv(the rank of stage + 1)``; a skip's from its target
+        UNSHARD: ``weights = all_gather(shard)``
+        RESHARD: ``weights = None``, the shard stays
+        REDUCE_GRAD: ``weights.grad = all_reduce(weights.grad)`` over the replicas of the stage
+        STEP: ``optimizer.step()`` for everything the rank holds, or for one stage
+        USE: ``weights = versions[...]`` for the next forwards of the stage
+        VALIDATE: ``if not vote.wait(): weights, states = copies; optimizer.step()``, and the forwards since again
+        OFFLOAD: ``saved[mb] = saved[mb].to("cpu")``, after F
+        RELOAD: ``saved[mb] = saved[mb].to(device)``, before B or I
     """
 
     F = "F"

@@ -205,7 +205,8 @@ def page() -> str:
         lines.append(f"| **{name}** | {_refused(found)} | {_listed(found, NOT_BOTH)} |")
     lines += ["", "## Refusals", ""]
     for n, (sentence, how) in enumerate(notes, 1):
-        lines += [f'{n}. <a id="refusal-{n}"></a>{sentence}', "", f"    `{how}`", ""]
+        text = sentence.replace("*", r"\*")  # patterns, which Markdown would read as emphasis
+        lines += [f'{n}. <a id="refusal-{n}"></a>{text}', "", f"    `{how}`", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -230,6 +231,8 @@ HEAD = """
 # What goes with what
 
 <!-- made by python -m tests.support.combinations: change the rules in raypar/config/conflicts, not this page -->
+
+On this page you look up which features go together, and how to reach each refusal.
 
 Each run is `raypar train gpt-tiny`, a GPT, with `--mesh.pp 2 --model.layers 4 --micro-batch-size 4 --model.dropout 0.0
 --clip none --device cpu` and the flags of the features. Two features go together unless
