@@ -114,6 +114,7 @@ TABLES = {
 }
 OF_HOSTS = {  # those that need hosts of their own, and with them a second Ray
     "copy_cost": [f"{title}, {rate}: {COPY}" for rate in ("no limit", "1gbit") for title in COPIED],
+    "four_hosts": [f"{who}: {{+}} s a step ({{+}} to {{+}}), {{+}} of FSDP2" for who in ("FSDP2", "zero=1 now")],
 }
 
 
