@@ -135,7 +135,10 @@ class Team:
 
     def weights(self, dp=0):
         """Copies of a replica's weights, whole."""
-        return self._whole("parameter", self.world.holders(dp))
+        holders = self.world.holders(dp)
+        if self.world.cuts and self.world.gathers:
+            return self._joined("parameter", sorted({one for rank in holders for one in self.world.tensor_group(rank)}))
+        return self._whole("parameter", holders)
 
     def gradients(self):
         """Copies of the gradients that the optimizers saw, whole."""
