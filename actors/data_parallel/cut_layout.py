@@ -23,22 +23,26 @@ class ReplicaCut(NamedTuple):
         first: The rank that has the beginning of the tensor.
         rank: The rank of this actor in the group of the replicas.
         size: The number of replicas.
+        is_whole: Whether the first rank has the whole tensor, and the others nothing of it.
     """
 
     first: int
     rank: int
     size: int
+    is_whole: bool = False
 
     def holders(self, elements: int) -> dict[int, Span]:
         """Return the span of each rank that holds a part of a tensor with this many elements.
 
         Of a tensor without elements, the first rank holds the empty part.
         """
+        if self.is_whole:
+            return {self.first: (0, elements)}
         spans = cut_spans(elements, self.size, self.first)
         return {rank: span for rank, span in enumerate(spans) if span != (0, 0)} or {self.first: (0, 0)}
 
     def shard(self, parameter: Tensor) -> Shard | None:
-        """Return the span of a parameter that this actor holds; None if it holds nothing of it.
+        """Return the part of a parameter that this actor holds, a span or the whole; None if it holds nothing of it.
 
         Args:
             parameter: The parameter as the actor's tensor group leaves it.
@@ -47,6 +51,8 @@ class ReplicaCut(NamedTuple):
         if span is None:
             return None
         shape, order = tuple(parameter.shape), memory_order(torch.empty_like(parameter, device="meta"))
+        if self.is_whole:
+            return Shard(shape)
         return Shard(shape, elements=span, order=None if order == tuple(range(len(shape))) else order)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.cut_layout import ReplicaCut
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
@@ -18,6 +19,7 @@ from raypar.actors.models.init.cast import cast
 from raypar.actors.models.tiles.tile_names import tile_of
 from raypar.actors.models.tiles.tiled import TiledLinear, tiled_in
 from raypar.actors.optim.masters import master_of
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of
 
@@ -35,6 +37,8 @@ class Sharder:
         modules: The layers that are built, by index.
         same: For each copy of a tied weight that shares the memory of a parameter of this actor, that parameter.
         owners: Who updates each parameter.
+        cuts: How replicas divide the elements of parameters, by logical name; those that one replica has whole, its
+            owner, are missing.
         groups: The actor's groups by key: "gather" has the replicas among which parameters are sharded, "edp.gather"
             those of experts that are divided over actors. Without a group, each actor has all of the parameters.
         shard_storage: Storage of the shards.
@@ -42,7 +46,8 @@ class Sharder:
         layers: Number of layers of the body in a unit.
         precision: The run's precision, to which layers are cast before their weights are sharded.
         is_own: Whether the layers are the user's, which may use their weights in unusual ways.
-        shards: The parameters that this actor keeps, by logical name, in the dtype in which layers compute.
+        shards: What this actor keeps of parameters, by logical name, in the dtype in which layers compute.
+        parts: The spans that it keeps of parameters that replicas cut, by logical name.
         masters: The tensors that the optimizer updates, by logical name: these shards, or fp32 masters of them.
         gathered: The bytes of units that are whole.
     """
@@ -52,6 +57,7 @@ class Sharder:
     modules: Mapping[int, nn.Module]
     same: Mapping[str, str]
     owners: Owners
+    cuts: Mapping[str, ReplicaCut]
     groups: Mapping[str, Group]
     shard_storage: OffloadStorage
     master_storage: OffloadStorage
@@ -59,6 +65,7 @@ class Sharder:
     precision: Precision
     is_own: bool
     shards: dict[str, nn.Parameter] = field(default_factory=dict)
+    parts: dict[str, Shard] = field(default_factory=dict)
     masters: dict[str, nn.Parameter] = field(default_factory=dict)
     gathered: HighWater = field(default_factory=HighWater)
     _tied: dict[str, Unit] = field(default_factory=dict)
@@ -104,23 +111,43 @@ class Sharder:
         yield from ([index] for index in layers if index >= self.model.body.stop)
 
     def _built(self, members: Sequence[int]) -> dict[str, Tensor]:
-        """Build the layers of a unit, cast them, and return the owned weights before the cast, by logical name."""
+        """Build the layers of a unit and cast them.
+
+        Returns:
+            What this actor updates of the weights, before the cast, by logical name; {} if they are not cast.
+        """
         self.make(members)
         modules = [self.modules[index] for index in members]
         if not self.precision.is_half:
             return {}
         named = ((self.model.names[index], self.modules[index].named_parameters()) for index in members)
-        initial = {f"{layer}.{inner}": parameter.detach() for layer, inside in named for inner, parameter in inside}
+        weights = {f"{layer}.{inner}": parameter.detach() for layer, inside in named for inner, parameter in inside}
+        updated = {name: self._updated(name, weight) for name, weight in weights.items()}
+        del weights  # so that the cast frees the memory of the others
         cast(modules, dtype_of(self.precision.compute), dtype_of(self.precision.reduce))
-        return {name: weight for name, weight in initial.items() if self.owners.is_own(name)}
+        return {name: weight for name, weight in updated.items() if weight is not None}
+
+    def _updated(self, name: str, weight: Tensor) -> Tensor | None:
+        """Return what this actor updates of a weight: the weight, or a copy of a span; None for nothing of it."""
+        if name not in self.cuts:
+            return weight if self.owners.is_own(name) else None
+        part = self.cuts[name].shard(weight)
+        return None if part is None else part.take(weight).clone()
 
     def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
-        """Shard parameters that the same actors hold as a unit, and create the masters of the owned ones."""
-        key = "gather" if self.owners.experts.isdisjoint(parameters) else "edp.gather"
-        ranks = {name: self.owners.rank(name) for name in parameters}
-        unit = Unit(parameters, ranks, self.groups.get(key), self.shard_storage, self.gathered)
+        """Shard parameters that the same actors hold as a unit, and create the masters of what this actor updates."""
+        group = self.groups.get("gather" if self.owners.experts.isdisjoint(parameters) else "edp.gather")
+        cuts = {name: self.cuts.get(name) or self._owned(name, group) for name in parameters}
+        unit = Unit(parameters, cuts, group, self.shard_storage, self.gathered)
+        self.parts |= unit.parts
         self._keep(unit.shards, initial)
         return unit
+
+    def _owned(self, name: str, group: Group | None) -> ReplicaCut:
+        """Return how replicas divide a parameter of which one of them, its owner, has the whole."""
+        if group is None:
+            return ReplicaCut(0, 0, 1, is_whole=True)
+        return ReplicaCut(self.owners.rank(name), group.rank, group.size, is_whole=True)
 
     def _keep(self, shards: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
         """Keep shards, or parameters that are always whole, and create the masters of the owned ones."""

@@ -5,38 +5,41 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.collective.group import Group, Handle
+from raypar.actors.data_parallel.cut_layout import CutLayout, ReplicaCut
 from raypar.actors.data_parallel.replica_checks import digest
 from raypar.actors.machine.flat_memory import FlatMemory
 from raypar.actors.machine.high_water import HighWater
 from raypar.actors.machine.offload_storage import OffloadStorage
-from raypar.actors.tensors import nbytes
+from raypar.actors.sharding import Shard
+from raypar.actors.tensors import dense_strides, nbytes
 
 
 class Unit:
     """The parameters of some layers, which are gathered together.
 
-    Each parameter has one replica as its owner, which stores it in a shard. ``gather`` allocates the memory of all
-    parameters on the device and fills it from the owners' shards; ``free`` releases it. In between a parameter is
-    usable. Otherwise it has its shape and dtype, but all its elements are NaN and take no memory. Tensors that autograd
-    has saved are views of the same storage, so they are valid again after the next ``gather``.
+    Each replica stores its parts of the parameters in a shard. ``gather`` allocates the memory of all parameters on the
+    device and fills it from the shards of all replicas; ``free`` releases it. In between a parameter is usable.
+    Otherwise it has its shape and dtype, but all its elements are NaN and take no memory. Tensors that autograd has
+    saved are views of the same storage, so they are valid again after the next ``gather``.
 
     Args:
         parameters: The parameters by logical name, with their initial values, which move into the shards.
-        owner_of: The owner of each parameter, a rank of the group.
+        cuts: How the replicas divide each parameter, by logical name.
         group: The replicas among which the parameters are sharded; None if one replica has them all.
         storage: Storage of the shards.
         gathered: Counts the bytes of the actor's units that are whole.
 
     Attributes:
-        shards: The parameters that this replica owns, by logical name.
-        strides: The strides of all parameters when they are whole, and of their shards, by logical name.
+        shards: This replica's parts of the parameters, by logical name: spans (elements,), or parameters that it has
+            whole, in their shape.
+        parts: Which spans these are; parameters that are not cut are missing.
+        strides: The strides of all parameters when they are whole, by logical name.
         digests: Digests of the initial values of all parameters, by logical name, to compare between replicas.
         num_bytes: Bytes of all parameters together.
 
@@ -46,7 +49,7 @@ class Unit:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        owner_of: Mapping[str, int],
+        cuts: Mapping[str, ReplicaCut],
         group: Group | None,
         storage: OffloadStorage,
         gathered: HighWater,
@@ -56,8 +59,9 @@ class Unit:
         by_dtype = defaultdict[torch.dtype, dict[str, nn.Parameter]](dict)
         for name, parameter in parameters.items():
             by_dtype[parameter.dtype][name] = parameter
-        self._flats = [_Flat(members, owner_of, group, storage) for members in by_dtype.values()]
+        self._flats = [_Flat(members, cuts, group, storage) for members in by_dtype.values()]
         self.shards = {name: flat.shards[name] for flat in self._flats for name in flat.shards}
+        self.parts = {name: part for flat in self._flats for name, part in flat.parts.items()}
         self.strides = {name: stride for flat in self._flats for name, stride in flat.strides.items()}
         self._gathered = gathered
         self._handles: list[Handle] = []
@@ -117,10 +121,11 @@ class Unit:
 
 
 class _Flat:
-    """The parameters of one dtype of a unit: one flat tensor, sorted by owner.
+    """The parameters of one dtype of a unit: one flat tensor, of which each replica stores its parts.
 
     Attributes:
-        shards: The parameters that this replica owns, by logical name.
+        shards: This replica's parts of the parameters, by logical name.
+        parts: Which spans these are; parameters that are not cut are missing.
         strides: The strides of all parameters when they are whole, by logical name.
         storage: Id of the flat tensor's storage.
     """
@@ -128,38 +133,42 @@ class _Flat:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        owner_of: Mapping[str, int],
+        cuts: Mapping[str, ReplicaCut],
         group: Group | None,
         storage: OffloadStorage,
     ) -> None:
         self._group, self._storage = group, storage
-        rank, size = (0, 1) if group is None else (group.rank, group.size)
-        owner_of = dict.fromkeys(parameters, 0) if group is None else owner_of
-        names = sorted(parameters, key=lambda name: owner_of[name])  # stable, so equal on all replicas
-        counts = [sum(parameters[name].numel() for name in names if owner_of[name] == owner) for owner in range(size)]
-        self._counts, first = counts, sum(counts[:rank])
-        self._members = [parameters[name] for name in names]
-        starts = list(accumulate((parameter.numel() for parameter in self._members[:-1]), initial=0))
-        # Dense even where the parameter is not; on the meta device, because this needs no memory.
-        strides = [torch.empty_like(parameter, device="meta").stride() for parameter in self._members]
-        self.strides = dict(zip(names, strides, strict=True))
+        self._layout = layout = CutLayout(parameters, cuts)
+        self._members, self._names = list(parameters.values()), list(parameters)
+        self.strides = {name: dense_strides(parameter) for name, parameter in parameters.items()}
         like = self._members[0]
-        self._shard = storage.empty(counts[rank], like.dtype)
-        self._flat = FlatMemory(sum(counts), like.dtype, like.device)
-        views = zip(self._members, strides, starts, strict=True)
-        self._whole = [self._flat.tensor.as_strided(one.shape, stride, start) for one, stride, start in views]
+        self._shard = storage.empty(layout.count, like.dtype)
+        self._flat = FlatMemory(layout.elements, like.dtype, like.device)
+        self._whole = [
+            self._flat.tensor.as_strided(parameter.shape, self.strides[name], layout.starts[name])
+            for name, parameter in parameters.items()
+        ]
         self._flat.release()
         self.shards: dict[str, nn.Parameter] = {}
+        self.parts: dict[str, Shard] = {}
         with storage.accessible([self._shard], writes=True):
-            for name, start, stride in zip(names, starts, strides, strict=True):
-                if owner_of[name] == rank:
-                    shard = self._shard.as_strided(parameters[name].shape, stride, start - first)
-                    self.shards[name] = nn.Parameter(shard.copy_(parameters[name].detach()))
+            for name in layout.own:
+                self._keep(name, parameters[name].detach(), cuts[name])
         self.storage = storage_id(self._flat.tensor)
-        self._names, self._starts = names, starts
+        self._starts = list(layout.starts.values())
         self._freed = [_memoryless(parameter) for parameter in self._members]
         for parameter, freed in zip(self._members, self._freed, strict=True):
             parameter.data = freed
+
+    def _keep(self, name: str, parameter: Tensor, cut: ReplicaCut) -> None:
+        """Copy this replica's part of a parameter into the shard."""
+        part = cut.shard(parameter)
+        assert part is not None
+        taken = part.take(parameter)
+        kept = self._layout.part(name, self._shard).as_strided(taken.shape, dense_strides(taken))
+        self.shards[name] = nn.Parameter(kept.copy_(taken))
+        if part.elements is not None:
+            self.parts[name] = part
 
     def name_of(self, tensor: Tensor) -> str | None:
         """Return the logical name of the parameter whose memory, whole or freed, has a tensor; None if none has."""
@@ -173,16 +182,18 @@ class _Flat:
         self._storage.prefetch(self._shard)
 
     def gather(self) -> Handle | None:
-        """Allocate memory for the flat tensor and start to gather it. Return None if this replica owns all of it."""
+        """Allocate memory for the flat tensor and start to gather it. Return None if this replica has all of it."""
         self._flat.take()
         for parameter, whole in zip(self._members, self._whole, strict=True):
             parameter.data = whole
         with self._storage.accessible([self._shard]):
             if self._group is None:
-                self._flat.tensor.copy_(self._shard, non_blocking=True)
+                for name in self._layout.own:
+                    whole, part = self._layout.span(name, self._flat.tensor), self._layout.part(name, self._shard)
+                    whole.copy_(part, non_blocking=True)
                 return None
             part = self._shard.to(self._flat.tensor.device)  # the shard itself, unless it is stored off a GPU
-            return self._group.all_gather_parts(self._flat.tensor, part, self._counts)
+            return self._group.all_gather_cut(self._flat.tensor, part, self._layout.cut)
 
     def free(self) -> None:
         """Release the flat tensor's memory."""

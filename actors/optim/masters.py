@@ -12,7 +12,7 @@ from raypar.actors.autograd.torch_private import copy_each, scale_each
 from raypar.actors.machine.offload_storage import PORTION, OffloadStorage
 from raypar.actors.models.init.cast import cast
 from raypar.actors.portions import portions
-from raypar.actors.sharding import Shape, Shard
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.precision import Precision
 from raypar.actors.tensors import dtype_of, nbytes
 
@@ -24,11 +24,10 @@ class Masters:
 
     Args:
         storage: Storage of masters, gradients and states.
-        model: The layers' parameters that this actor updates whole, by logical name, in the dtype in which layers
-            compute.
+        model: The layers' parameters that this actor updates, by logical name, in the dtype in which layers compute.
         masters: The masters, by logical name; None if they are the layers' parameters.
         copies: The tensors into which ``publish`` writes the masters, by logical name; None for the layers' parameters.
-        shapes: By logical name, the shapes of the parameters of which the master is a span (elements,).
+        parts: The spans of those of which the master is a span (elements,), by logical name.
 
     Attributes:
         storage: The storage.
@@ -45,13 +44,14 @@ class Masters:
         model: Mapping[str, nn.Parameter],
         masters: Mapping[str, nn.Parameter] | None = None,
         copies: Mapping[str, Tensor] | None = None,
-        shapes: Mapping[str, Shape] = MappingProxyType({}),
+        parts: Mapping[str, Shard] = MappingProxyType({}),
     ) -> None:
         self.storage, self.parameters = storage, model if masters is None else masters
-        self.shapes = {name: tuple(master.shape) for name, master in self.parameters.items()} | dict(shapes)
-        whole = [(model[name], master) for name, master in self.parameters.items() if name in model]
+        self.shapes = {name: tuple(master.shape) for name, master in self.parameters.items()}
+        self.shapes |= {name: part.whole for name, part in parts.items()}
+        whole = [(model[name], master) for name, master in self.parameters.items() if name not in parts]
         self._copied = [(parameter, master) for parameter, master in whole if parameter is not master]
-        targets: Mapping[str, Tensor] = model if copies is None else copies
+        targets = {name: one for name, one in model.items() if name not in parts} if copies is None else copies
         pairs = [(targets[name], master) for name, master in self.parameters.items() if name in targets]
         self.views = set[str]()
         self._copies: list[tuple[Tensor, nn.Parameter]] = [
@@ -144,8 +144,7 @@ def masters_of(
         else master_of(own[name], weight, precision, storage)
         for name, weight in initial.items()
     }
-    whole = {name: parameter for name, parameter in own.items() if name not in parts}
-    return Masters(storage, whole, masters, shapes={name: shard.whole for name, shard in parts.items()})
+    return Masters(storage, own, masters, parts=parts)
 
 
 def master_of(parameter: nn.Parameter, initial: Tensor, precision: Precision, storage: OffloadStorage) -> nn.Parameter:

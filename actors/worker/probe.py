@@ -129,18 +129,18 @@ class Probe:
         return None if weight is None or weight.grad is None else weight.grad.cpu()
 
     def parts(
-        self, what: Literal["master", "gradient"], names: Sequence[str] | None = None
+        self, what: Literal["master", "parameter", "gradient"], names: Sequence[str] | None = None
     ) -> dict[str, tuple[Shard, Tensor]]:
-        """Return the parts of masters or of gradients that this actor has, by logical name, on the host.
+        """Return the parts of weights or of gradients that this actor has, by logical name, on the host.
 
         Args:
-            what: The kind of tensor.
+            what: The method that returns the tensor of one parameter; "parameter" if each is a part.
             names: Logical names of parameters; None for all that this actor updates.
         """
-        found = {}
+        found, method = {}, {"master": self.master, "parameter": self.parameter, "gradient": self.gradient}[what]
         for name, shard in self.state.updates().items():
             if names is None or name in names:
-                tensor = self.master(name) if what == "master" else self.gradient(name)
+                tensor = method(name)
                 if tensor is not None:
                     found[name] = shard, tensor
         return found

@@ -94,7 +94,7 @@ class WorkerState:
 
     def holds(self) -> dict[str, Shard]:
         """Return, by logical name, the part of each parameter that this actor holds."""
-        return {name: self.part.shards.get(name) or Shard(tuple(p.shape)) for name, p in self.parameters.items()}
+        return {name: self._held(name) for name in self.parameters}
 
     def updates(self) -> dict[str, Shard]:
         """Return, by logical name, the part of each parameter that this actor updates."""
@@ -306,7 +306,8 @@ class WorkerState:
         """Copy weights and optimizer state into the notes, before a STEP changes them."""
         kept = ((logical_name(weight, kept), tensor) for weight, kept, tensor in self.update.state() if kept)
         cut = ((name, one) for name, one in self.parameters.items() if name in self.part.cuts)
-        parts = ((logical_name(name, _PART), self.masters[name]) for name in self.part.parts)
+        apart = (name for name in self.part.parts if self.masters[name] is not self.parameters.get(name))
+        parts = ((logical_name(name, _PART), self.masters[name]) for name in apart)
         whole = ((name, one) for name, one in self.weights().items() if name not in self.part.parts)
         notes.remember(chain(whole, cut, parts, kept), self.storage.copied)
         notes.remember([(SCALER, self.scaler.numbers())])
@@ -354,6 +355,16 @@ class WorkerState:
         sharding = Sharding() if tile is None else Sharding({0: tile})
         return sharding if shard is None else sharding.then(shard.sharding)
 
+    def _held(self, weight: str) -> Shard:
+        """Return the part of a weight that this actor always keeps; a tile is a tensor of its own here."""
+        shard = self.part.shards.get(weight) or Shard(tuple(self.part.parameters[weight].shape))
+        return self._span(weight, shard) if self.part.gathers else shard
+
+    def _span(self, weight: str, shard: Shard) -> Shard:
+        """Return the part that this actor updates of a shard of a weight: all of it, or a span."""
+        part = self.part.parts.get(weight)
+        return shard if part is None else replace(shard, elements=part.elements, order=part.order)
+
     def _shard(self, weight: str) -> Shard | None:
         """Return the part of its logical tensor that the layers have of a weight; None for the whole."""
         if (tile := tile_of(weight)) is not None:
@@ -364,9 +375,7 @@ class WorkerState:
     def _part(self, weight: str) -> Shard | None:
         """Return the part of its logical tensor that this actor updates of a weight; None for the whole."""
         shard, part = self._shard(weight), self.part.parts.get(weight)
-        if part is None:
-            return shard
-        return replace(Shard(part.whole) if shard is None else shard, elements=part.elements, order=part.order)
+        return shard if part is None else self._span(weight, shard or Shard(part.whole))
 
     def is_saver(self, weight: str, tensor: Tensor) -> bool:
         """Return whether this actor saves a weight that it updates, and its state: it has the first of all copies.

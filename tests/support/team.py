@@ -12,6 +12,7 @@ from raypar.actors.machine.device import device_of
 from raypar.actors.machine.last_action import LastAction
 from raypar.actors.mesh.memberships import memberships
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.sharding import join_shards
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
@@ -135,7 +136,10 @@ class Team:
 
     def weights(self, dp=0):
         """Copies of a replica's weights, whole."""
-        return self._whole("parameter", self.world.holders(dp))
+        holders = self.world.holders(dp)
+        if self.world.cuts and self.world.gathers:
+            return self._joined("parameter", sorted({one for rank in holders for one in self.world.tensor_group(rank)}))
+        return self._whole("parameter", holders)
 
     def gradients(self):
         """Copies of the gradients that the optimizers saw, whole."""
@@ -152,12 +156,12 @@ class Team:
         found = {}
         for rank in ranks:
             state = self.all[rank].member.state
-            found |= dict.fromkeys(name for name in state.holds() if name not in found)
+            found |= dict.fromkeys(untiled(name) for name in state.holds() if untiled(name) not in found)
             for name, shard in state.updates().items():
                 if (part := getattr(self.all[rank], method)(name)) is not None:
-                    if found.get(name) is None:
-                        found[name] = part.new_full(shard.whole, float("nan"))
-                    shard.put(found[name], part)
+                    if found.get(untiled(name)) is None:
+                        found[untiled(name)] = part.new_full(shard.whole, float("nan"))
+                    shard.put(found[untiled(name)], part)
         return found
 
     def _whole(self, method, ranks):

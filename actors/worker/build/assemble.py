@@ -77,16 +77,15 @@ def build_part(
         same = {}  # it has none of the layers that share weights
     owners = owners_of(plan, model, groups, server)
     storage = storage_of(device.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
-    layers = LayerMaker(plan, device, storage, groups, model, parallelizer.parallelize if axes else unsharded)
+    cuts, parallelize = cuts_of(plan, model, groups), parallelizer.parallelize if axes else unsharded
+    layers = LayerMaker(plan, device, storage, groups, model, parallelize, cuts)
     layers.make({number: parts[number] for number in own}, owners, same)
     overflow, record = overflow_watch(plan, model, parallelizer), RouterRecord()
     first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
     stages = _stages_of(layers, parts, parallelizer, overflow, record, first)
     held = (one for stage in stages.values() for one in stage.parameters().items())
     parameters = {name: parameter for name, parameter in held if name not in same}
-    cuts = cuts_of(plan, model, groups)
-    divided = ((name, cuts[name].shard(p)) for name, p in parameters.items() if name in cuts)
-    own_parts = {name: part for name, part in divided if part is not None}
+    own_parts = layers.parts(parameters)
     mine = {name: p for name, p in parameters.items() if (name in own_parts if name in cuts else owners.is_own(name))}
     masters = layers.masters(mine, own_parts)
     learning = [tie for tie in ties if tie.original in owners.of]

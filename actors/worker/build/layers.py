@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from raypar.actors.collective.group import Group
+from raypar.actors.data_parallel.cut_layout import ReplicaCut
 from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
@@ -39,6 +40,7 @@ class LayerMaker:
         groups: The actor's groups by key; with ZeRO stage 3, weights are sharded over some of them.
         model: The model.
         parallelize: Applies the styles of the mesh's axes to a layer.
+        cuts: How replicas divide the elements of parameters, by logical name; those that are not divided are missing.
         modules: The layers by index, after ``make``.
         weights: The sharded weights of each stage by number; empty if weights are not sharded.
     """
@@ -49,6 +51,7 @@ class LayerMaker:
     groups: Mapping[str, Group]
     model: Model
     parallelize: Parallelize
+    cuts: Mapping[str, ReplicaCut]
     modules: dict[int, nn.Module] = field(default_factory=dict)
     weights: dict[int, StageWeights] = field(default_factory=dict)
     _sharder: Sharder | None = None
@@ -69,6 +72,7 @@ class LayerMaker:
                 modules=self.modules,
                 same=same,
                 owners=owners,
+                cuts=self.cuts,
                 groups=self.groups,
                 shard_storage=self.storage if run.offload == "parameters" else DeviceStorage(self.device.device),
                 master_storage=self.storage,
@@ -81,6 +85,20 @@ class LayerMaker:
             self._some([index for part in parts.values() for index in part])
         tie_parameters(self.model, self.modules, same)
 
+    def parts(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Shard]:
+        """Return the spans that this actor updates of parameters, in the parameters as the actor holds them.
+
+        Args:
+            parameters: The actor's parameters by logical name.
+
+        Returns:
+            The spans by logical name; parameters without a span on this actor are missing.
+        """
+        if self._sharder is not None:
+            return self._sharder.parts
+        divided = ((name, self.cuts[name].shard(p)) for name, p in parameters.items() if name in self.cuts)
+        return {name: part for name, part in divided if part is not None}
+
     def masters(self, mine: Mapping[str, nn.Parameter], parts: Mapping[str, Shard]) -> Masters:
         """Return the masters of the parameters that this actor updates, and cast the layers.
 
@@ -89,7 +107,7 @@ class LayerMaker:
             parts: The spans of those of which the actor updates a part, in the parameters as the actor holds them.
         """
         if self._sharder is not None:
-            return Masters(self.storage, mine, self._sharder.masters, self._sharder.shards)
+            return Masters(self.storage, mine, self._sharder.masters, self._sharder.shards, parts)
         return masters_of(self.plan.run.precision, self.storage, self.modules.values(), mine, parts)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -114,36 +114,47 @@ class Inspection:
         Raises:
             ValueError: There is no such replica.
         """
-        originals = self._skeleton.originals
-        if dp is None and self._has_masters:
-            shapes = {originals.get(name, name): shape for name, shape in self.parameters.items()}
-            fetch = partial(self._ask, method="master", ranks=self._world.trainers)
-            return Weights(shapes, fetch, lambda: joined(self._masters()))
-        dp = dp or 0
-        self._demand_replica(dp, self._run.mesh.ways("dp"))
-        ranks = self._world.holders(dp)
-        held = {originals.get(name, name): shard.whole for rank in ranks for name, shard in self._holds[rank].items()}
-        fetch = partial(self._ask, method="parameter", ranks=ranks)
-        return Weights(whole_shapes(held), fetch, lambda: joined(self._rank_by_rank(dp)))
+        method, ranks = "master", tuple(self._world.trainers)
+        if dp is not None or not self._has_masters:
+            self._demand_replica(dp or 0, self._run.mesh.ways("dp"))
+            method, ranks = "parameter", self._world.holders(dp or 0)
+        if self._are_in_parts(method):
+            ranks = tuple(dict.fromkeys(one for rank in ranks for one in self._world.tensor_group(rank)))
+        held = whole_shapes({name: shard.whole for rank in ranks for name, shard in self._holds[rank].items()})
+        shapes = {self._skeleton.originals.get(name, name): shape for name, shape in held.items()}
+        return Weights(shapes, partial(self._ask, method=method, ranks=ranks), partial(self._every, method, ranks))
+
+    def _are_in_parts(self, method: str) -> bool:
+        """Return whether replicas have parts of the weights, or of the gradients, that a method of probes returns."""
+        return self._world.cuts and (method != "parameter" or self._world.gathers)
+
+    def _every(self, method: str, ranks: Collection[int]) -> Iterator[tuple[str, Tensor]]:
+        """Fetch all weights, rank by rank, as a method of the probes of some ranks returns them or their parts."""
+        if self._are_in_parts(method):
+            return self._part_by_part(method, ranks)
+        return joined(self._masters() if method == "master" else self._rank_by_rank(ranks))
+
+    def _part_by_part(self, method: str, ranks: Collection[int]) -> Iterator[tuple[str, Tensor]]:
+        """Fetch the parts that some ranks have of weights, one pipeline rank after the other, and put them together."""
+        for pp in range(self._run.mesh.pp):
+            parts = self._from_parts(method, [rank for rank in self._world.trainers_of(pp) if rank in ranks])
+            yield from ((self._skeleton.originals.get(name, name), whole) for name, whole in parts.items())
 
     def _masters(self) -> Iterator[tuple[str, Tensor]]:
         """Fetch the optimizer's weights, rank by rank: each from the first replica that updates it."""
         originals = self._skeleton.originals
         for pp in range(self._run.mesh.pp):
             ranks = self._world.trainers_of(pp)
-            if self._world.cuts:
-                parts = self._from_parts("master", ranks)
-                yield from ((originals.get(name, name), whole) for name, whole in parts.items())
-                continue
             found = self._probed(ranks, "fetching weights", "masters")
             held = dict(zip(ranks, found, strict=True))
             for name in dict.fromkeys(name for rank in ranks for name in self._holds[rank]):
                 first = next(rank for rank in ranks if name in held[rank])
                 yield originals.get(name, name), self._joined(name, first, held)
 
-    def _rank_by_rank(self, dp: int) -> Iterator[tuple[str, Tensor]]:
+    def _rank_by_rank(self, holders: Collection[int]) -> Iterator[tuple[str, Tensor]]:
+        """Fetch the weights that some ranks hold, or their tensor groups."""
         originals, seen = self._skeleton.originals, set[tuple[int, str]]()
-        for rank in self._world.holders(dp):
+        for rank in holders:
             ranks = self._world.tensor_group(rank)
             held = dict(zip(ranks, self._probed(ranks, "fetching weights", "parameters"), strict=True))
             for name in self._spoken(rank):
@@ -372,11 +383,11 @@ class Inspection:
     def _ask(self, name: str, method: str, ranks: Sequence[int]) -> Any:
         self._lifetime.demand_open()
         if tiles := self._tiles(name):
-            if self._world.cuts and method != "parameter":
+            if self._are_in_parts(method):
                 return self._from_parts(method, ranks, tiles).get(name)
             ((_, whole),) = joined((tile, self._ask(tile, method, ranks)) for tile in tiles)
             return whole
-        if self._world.cuts and method != "parameter" and any(name in held for held in self._holds):
+        if self._are_in_parts(method) and any(name in held for held in self._holds):
             return self._from_parts(method, ranks, [name]).get(name)
         for rank in (holders := [rank for rank in ranks if name in self._spoken(rank)]):
             found = self._whole(name, method, rank)
@@ -402,7 +413,7 @@ class Inspection:
         """Fetch the parts that ranks update, and put them together.
 
         Args:
-            what: "master" or "gradient".
+            what: "master", "parameter" or "gradient".
             ranks: The ranks.
             names: Logical names of parameters or their tiles; None for all.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,11 +11,14 @@ from torch import nn
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import num_blocks
 from raypar.actors.specs import worlds
+from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
+from tests.support.oracle_runs import whole
+from tests.support.replicas import agrees
 from tests.support.team import Team
 from tests.support.thread_jobs import TeamJob
 
@@ -44,13 +49,13 @@ def equal(ours, theirs):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("optim", [AdamW(lr=0.01), SGD(lr=0.1, momentum=0.9)], ids=["adamw", "sgd"])
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2), (1, 3), (1, 4)])
 def test_every_bit_is_that_of_weights_owned_whole(cut, zero, optim, pp, dp):
     fields = {"pp": pp, "dp": dp, "zero": zero, "optim": optim, "m": 4}
     _, norms, gradients, weights = trained(**fields)
-    cut(1, 2)
+    cut(1, 2, 3)
     team, others, *found = trained(**fields)
     assert team.world.cuts
     equal(found[0], gradients)
@@ -63,54 +68,62 @@ def test_every_bit_is_that_of_weights_owned_whole(cut, zero, optim, pp, dp):
 
 
 TIED = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256, tied=True)
-UNTIED = GPT(layers=4, hidden=16, heads=2, seq=8, vocab=256)
+UNTIED = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
 EXPERTS = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256, moe=MoE(experts=4, top_k=2))
+ADAPTED = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256, lora=Lora(rank=8))
+TWO, SPLIT = Mesh(dp=2), {"schedule": "zb-h1"}
 RUNS = {
     "tied over the pipeline": (TIED, Mesh(pp=2, dp=2), {}),
     "tied on many replicas": (TIED, Mesh(pp=2, dp=3), {}),
-    "tied inside one rank": (TIED, Mesh(dp=2), {}),
+    "tied inside one rank": (TIED, TWO, {}),
     "hybrid": (UNTIED, Mesh(dp=4, shard=2), {}),
     "context": (UNTIED, Mesh(dp=1, cp=2), {}),
     "tensor": (UNTIED, Mesh(dp=2, tp=2), {}),
-    "bf16": (UNTIED, Mesh(dp=2), {"precision": Precision("bf16")}),
-    "fp16": (UNTIED, Mesh(dp=2), {"precision": Precision("fp16")}),
-    "averages": (UNTIED, Mesh(dp=2), {"ema": 0.9}),
-    "microbatches": (UNTIED, Mesh(dp=2), {"zero_reduce": "microbatch"}),
-    "small buckets": (UNTIED, Mesh(dp=2), {"bucket_mb": 1e-3}),
+    "bf16": (UNTIED, TWO, {"precision": Precision("bf16")}),
+    "fp16": (UNTIED, TWO, {"precision": Precision("fp16")}),
+    "averages": (UNTIED, TWO, {"ema": 0.9}),
+    "small buckets": (UNTIED, TWO, {"bucket_mb": 1e-3}),
     "experts": (EXPERTS, Mesh(dp=2, ep=2), {}),
     "experts with replicas": (EXPERTS, Mesh(dp=4, ep=2), {}),
-    "interleaved": (UNTIED, Mesh(pp=2, dp=2), {"chunks": 2, "schedule": "interleaved"}),
+    "interleaved": (replace(UNTIED, layers=4), Mesh(pp=2, dp=2), {"chunks": 2, "schedule": "interleaved"}),
+    "halves of backwards": (UNTIED, Mesh(pp=2, dp=2), SPLIT),
+    "tiles": (UNTIED, TWO, {"tile": 2}),
+    "adapters": (ADAPTED, TWO, {}),
 }
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+def made(model, mesh, changes, **fields):
+    """The team of a run; its losses, gradients and weights, and those of its averages."""
+    fields = {"microbatches": 4, "steps": 2, "clip": None, "optim": AdamW(lr=0.01)} | changes | fields
+    team = Team.of(run := Run(model=model, mesh=mesh, **fields))
+    losses = [[result.losses for result in team.step(number)] for number in range(2)]
+    found = losses, team.gradients(), team.weights(), team.masters() if team.world.cuts else {}
+    if run.ema is None:
+        return team, *found
+    for actor in team.workers:
+        assert not actor.member.parts.update._updater._average.is_used
+    team.each(lambda actor: actor.member.state.use_averages(use=True))
+    return team, *found[:2], team.weights(), found[3]
+
+
 @pytest.mark.parametrize("kind", list(RUNS))
-def test_layouts_have_the_bits_of_weights_owned_whole(cut, kind, zero):
-    model, mesh, changes = RUNS[kind]
-    if zero == 1 and "zero_reduce" in changes:
-        pytest.skip("level 1 reduces once a step")
-    fields = {"microbatches": 4, "steps": 2, "zero": zero, "clip": None, "optim": AdamW(lr=0.01)} | changes
-    run = Run(model=model, mesh=mesh, **fields)
-
-    def made():
-        team = Team.of(run)
-        losses = [[result.losses for result in team.step(number)] for number in range(2)]
-        found = losses, team.gradients(), team.weights()
-        if run.ema is None:
-            return team, *found
-        for actor in team.workers:
-            assert not actor.member.parts.update._updater._average.is_used
-        team.each(lambda actor: actor.member.state.use_averages(use=True))
-        return team, found[0], found[1], team.weights()
-
-    _, *whole = made()
-    cut(1, 2)
-    team, *parts = made()
-    assert team.world.cuts
-    assert parts[0] == whole[0]
-    equal(parts[1], whole[1])
-    equal(parts[2], whole[2])
-    assert_divided_evenly(team)
+def test_all_levels_have_the_bits_of_weights_owned_whole(cut, kind):
+    """Where gradients are reduced once a step, they are added up in the same order."""
+    _, losses, gradients, weights, _ = made(*RUNS[kind], zero=1)
+    wanted = whole(weights)
+    cut(1, 2, 3)
+    levels = {}
+    for level in (1, 2, 3):
+        once = {"zero_reduce": "step"} if level > 1 else {}
+        team, *found, levels[level] = made(*RUNS[kind], zero=level, **once)
+        assert team.world.cuts
+        assert found[0] == losses
+        equal(whole(found[1]), whole(gradients))
+        found[2] = whole(found[2])  # at level 3 of the masters, which may have another dtype
+        equal({name: weight.to(wanted[name].dtype) for name, weight in found[2].items()}, wanted)
+        assert_divided_evenly(team)
+    equal(levels[1], levels[2])
+    equal(levels[1], levels[3])
 
 
 def assert_divided_evenly(team):
@@ -122,15 +135,117 @@ def assert_divided_evenly(team):
             assert -(-held // 64) in (blocks // size, -(-blocks // size))
 
 
-def test_a_job_puts_parts_together(cut):
-    half = Precision("bf16")
-    run = Run(model=UNTIED, mesh=Mesh(dp=2, tp=2), microbatches=2, steps=2, zero=1, precision=half, clip=None)
+GATHERS = {
+    "microbatches": ({}, {"zero_reduce": "microbatch"}),
+    "two layers a unit": ({"zero_reduce": "step"}, {"zero_units": 2}),
+    "kept for the backward": ({"zero_reduce": "step"}, {"reshard_after_forward": False}),
+    "kept in the last stage": ({"zero_reduce": "step"}, {"reshard_after_forward": "except_last"}),
+    "once a step": ({"zero_reduce": "step"}, {"zero_gather": "step"}),
+    "stages run again": ({"zero_reduce": "step"}, {"recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("kind", list(GATHERS))
+def test_parts_are_gathered_at_any_time(cut, kind):
+    """At level 3, with the bits of level 2."""
+    cut(2, 3)
+    common, gathers = GATHERS[kind]
+    mesh = Mesh(pp=2, dp=2)
+    _, *second = made(UNTIED, mesh, common | ({"zero_reduce": "microbatch"} if kind == "microbatches" else {}), zero=2)
+    team, *third = made(UNTIED, mesh, common | gathers, zero=3)
+    assert third[0] == second[0]
+    for ours, theirs in zip(third[1:], second[1:], strict=True):
+        equal(ours, theirs)
+    for actor in team.workers:
+        parameters = actor.member.parts.part.parameters.values()
+        assert all(p.isnan().all() and p.untyped_storage().nbytes() == p.element_size() for p in parameters)
+
+
+class Odd(nn.Module):
+    """Parameters of every kind: column by column, with gaps, a number, an empty one, a frozen one; and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(4, 40).t())
+        self.gaps = nn.Parameter(torch.randn(40, 8)[:, ::2].t())
+        self.number, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.normed = nn.BatchNorm1d(40)
+
+    def forward(self, x):
+        x = self.normed(nn.functional.linear(x, self.columns)).tanh() * self.number
+        return nn.functional.linear(x, self.gaps) + self.frozen + self.none.sum()
+
+
+@pytest.mark.parametrize("dp", [2, 5])
+def test_parameters_of_any_shape_and_order(cut, dp):
+    """On five replicas, a replica has nothing of most of them."""
+    fields = {"m": 2, "dp": dp, "optim": AdamW(lr=0.01)}
     found = []
-    for levels in ((), (1,)):
+    for levels, level in ((), 3), ((1, 3), 1), ((1, 3), 3):
+        cut(*levels)
+        once = {"zero_reduce": "step"} if level == 3 else {}
+        team = Team(lambda: [Odd(), nn.Linear(4, 4, bias=False)], 1, zero=level, **fields, **once)
+        for step in range(2):
+            team.step(step)
+        found.append((team.gradients(), team.weights()))
+    for ours in found[1:]:
+        equal(ours[0], found[0][0])
+        equal(ours[1], found[0][1])
+
+
+def test_replicas_without_any_part(cut):
+    cut(3)
+    team = Team(lambda: [nn.Linear(4, 4, bias=False)], 1, 2, dp=3, zero=3)
+    agrees(team)
+    assert [len(actor.member.parts.part.masters.parameters) for actor in team.workers] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("dp", [2, 3])
+def test_replicas_hold_and_move_equally_much(cut, dp):
+    cut(3)
+    width, layers, m = 128, 3, 2
+    fn = lambda: [nn.Linear(4, width), *(nn.Linear(width, width) for _ in range(layers)), nn.Linear(width, 4)]  # noqa: E731
+    team = Team(fn, 1, m, dp=dp, zero=3, zero_reduce="microbatch", optim=AdamW(lr=0.01))
+    before = team.ledger("dp")
+    team.step()
+    moved = [
+        {op: after[op][1] - earlier.get(op, (0, 0))[1] for op in after}
+        for after, earlier in zip(team.ledger("dp"), before, strict=True)
+    ]
+    sizes = [p.numel() for p in team.workers[0].member.parts.part.parameters.values()]
+    own = [sum(p.numel() for p in actor.member.parts.part.layer_shards.values()) for actor in team.workers]
+    assert sum(own) == sum(sizes)
+    flags = sum(len(actor.member.parts.part.parts) for actor in team.workers)
+    assert [one["all_gather"] for one in moved] == [2 * m * (dp - 1) * count * 4 for count in own]
+    assert sum(one["reduce_scatter"] for one in moved) == m * (dp - 1) * (sum(sizes) + flags) * 4
+    for found in (own, *([one[op] for one in moved] for op in ("all_gather", "reduce_scatter"))):
+        assert max(found) <= 1.02 * sum(found) / dp
+    for actor, count in zip(team.workers, own, strict=True):
+        held = actor.held()
+        states = 8 * count + 4 * len(actor.member.parts.part.parts)
+        assert [held.most[kind] for kind in ("weights", "gradients", "optimizer")] == [4 * count, 4 * count, states]
+        assert held.now["gathered"] == 0
+
+
+JOBS = {
+    "halves": (1, Mesh(dp=2, tp=2), {"precision": Precision("bf16")}),
+    "gathered": (3, Mesh(dp=2, tp=2), {}),
+    "gathered halves": (3, Mesh(dp=2), {"precision": Precision("bf16"), "tile": {"blocks.*.mlp.*": 2}}),
+    "copies of shards": (3, Mesh(pp=2, dp=4, shard=2), {}),
+}
+
+
+@pytest.mark.parametrize("kind", list(JOBS))
+def test_a_job_puts_parts_together(cut, kind):
+    zero, mesh, changes = JOBS[kind]
+    run = Run(model=TIED, mesh=mesh, microbatches=2, steps=2, zero=zero, clip=None, **changes)
+    found = []
+    for levels in ((), (zero,)):
         cut(*levels)
         job = TeamJob(run)
         job.step()
-        name = "head.out.weight"
+        name = "blocks.1.mlp.up.weight"
         gradients = job.gradients()
         assert torch.equal(job.grad(name), gradients[name])
         whole = torch.full_like(gradients[name], float("nan"))
