@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,6 +79,13 @@ def ls(folder: Path) -> list[Listed]:
         of_optimizer = sum(name.startswith("optim.") for name in names)
         lines.append(Listed(path, step, size, len(names), of_optimizer, faults))
     return lines
+
+
+def newest_listed(folder: Path) -> Listed | None:
+    """Return the newest checkpoint in a folder with a sound manifest; None if there is none, or no such folder."""
+    with suppress(CheckpointError):
+        return next((one for one in ls(folder) if not one.faults), None)
+    return None
 
 
 def instead_of(path: Path) -> str:

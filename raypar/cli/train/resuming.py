@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from raypar.actors.errors import CheckpointError
 from raypar.actors.specs.run import Run
 from raypar.cli.words.parsing import values_of
 from raypar.config.toml import recorded_run
@@ -136,16 +135,12 @@ def begins_again(begun: VerifiedCheckpoint, words: Sequence[str]) -> str:
 
 def how_to_go_on(run: Run) -> str:
     """Say how a run that has ended badly goes on: from its newest checkpoint, if it has one."""
-    from raypar.checkpoint.find import ls
+    from raypar.checkpoint.find import newest_listed
 
     if run.folder is None:
         return "nothing was saved: give --folder, and --save-every, to keep checkpoints"
-    try:
-        sound = [listed.step for listed in ls(absolute(run.folder) / CHECKPOINTS) if not listed.faults]
-    except CheckpointError:  # there is no such folder
-        sound = []
-    if not sound:
+    if (saved := newest_listed(absolute(run.folder) / CHECKPOINTS)) is None:
         return "nothing was saved" + ("" if run.save_every else ": give --save-every to keep checkpoints")
     is_code = isinstance(run.schedule, str) and names_code(run.schedule)
     code = f" --schedule {shlex.quote(str(run.schedule))}" if is_code else ""
-    return f"resume with: raypar train --resume {shlex.quote(run.folder)}{code} (after step {sound[0]})"
+    return f"resume with: raypar train --resume {shlex.quote(run.folder)}{code} (after step {saved.step})"

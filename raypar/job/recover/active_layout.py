@@ -12,7 +12,7 @@ from raypar.actors.mesh.world import World
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
-from raypar.checkpoint.find import VerifiedCheckpoint, newest
+from raypar.checkpoint.find import VerifiedCheckpoint, newest, newest_listed
 from raypar.cluster.calls.calls import Calls
 from raypar.cluster.lifecycle.replacement_actors import nodes_of
 from raypar.errors import JobError
@@ -249,6 +249,16 @@ class ActiveLayout:
     def _change(self, layout: Layout) -> None:
         self.layout, self._number = layout, self._number + 1
         self.loaded = loaded_on(self.lifetime, layout.run, layout.programs, self.loaded.skeleton)
+
+    def resume_point(self) -> tuple[int, str]:
+        """Return after how many steps the run goes on in another job, and the checkpoint's name; "" if there is none.
+
+        Only manifests are read, not the checkpoints themselves.
+        """
+        folder = self.loaded.run.folder
+        if folder is not None and (saved := newest_listed(absolute(folder) / CHECKPOINTS)) is not None:
+            return saved.step, saved.path.name
+        return (0, "") if self._found is None else (self._found.manifest.step, self._found.path.name)
 
     def _newest(self) -> VerifiedCheckpoint | None:
         """Return the newest checkpoint of the run, or else the one that it began with."""

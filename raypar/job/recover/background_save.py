@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,10 @@ class Saver:
                 )
             saving = self._begin(folder, step, self._run.keep_last, beside=not last)
         except CheckpointError as error:
-            _warn_unsaved(error)
+            self._warn(step, error)
             self.lost = error if last else None
             return
-        saving.add_done_callback(_warn)
+        saving.add_done_callback(partial(self._warn_of, step))
         if last:
             self.settle()
             self.lost = saving.exception()
@@ -222,6 +223,16 @@ class Saver:
             self.newest = save.commit(run_manifest(self._run, save.step, shards), keep_last)
             return self.newest
 
+    def _warn_of(self, step: int, saved: Future[Path]) -> None:
+        with suppress(BaseException):  # no error of a save ends the training
+            if (error := saved.exception()) is not None:
+                self._warn(step, error)
+
+    def _warn(self, step: int, error: BaseException) -> None:
+        """Log that a checkpoint is missing. Whether the run goes on is another matter: the actors may have died."""
+        before = "" if self.newest is None else f"; the newest is {self.newest.name}"
+        log.warning("no checkpoint of step %d was saved%s:\n%s", step, before, error)
+
     def _answered(self, asked: Sequence[Sequence[Any]], then: Callable[..., None]) -> None:
         answers = [self._calls.outcomes(refs, self._given_up) for refs in asked]
         if not any(isinstance(answer, Exception) for of_all in answers for answer in of_all):
@@ -237,13 +248,3 @@ def run_manifest(run: Run, step: int, shards: Iterable[tuple[ShardFile, Mapping[
         shards: What actors have written; see ``manifest_of``.
     """
     return manifest_of(step, run.seed, plain_of(run), shards, base_weights_fingerprint(run))
-
-
-def _warn(saved: Future[Path]) -> None:
-    with suppress(BaseException):  # no error of a save ends the training
-        if (error := saved.exception()) is not None:
-            _warn_unsaved(error)
-
-
-def _warn_unsaved(error: BaseException) -> None:
-    log.warning("no checkpoint was saved, the training goes on:\n%s", error)

@@ -18,8 +18,9 @@ class Failure:
         step: The step under way, counted from 1.
         reason: What failed, in one line.
         replaced: The actors that were replaced, by name.
-        back_to: Number of steps taken before the point to which the run went back.
-        source: The source of the restored state: "memory", or the name of a checkpoint; "" if the run began anew.
+        back_to: Number of steps taken before the point to which the run went back, or to which it goes if it is resumed
+            after its end.
+        source: The source of the restored state: "memory", or the name of a checkpoint; "" if the run begins anew.
         seconds: Seconds from the detection of the failure until all actors could go on.
         lost: Seconds of the recovery, of the step under way before it, and of the steps that are taken again.
         death: The known facts about the actor's death; None if no process died.
@@ -47,9 +48,17 @@ class Failure:
         return f"the run goes on {after}{who}, {self.seconds:.1f} s after the failure"
 
     @classmethod
-    def ending(cls, step: int, error: JobError, lost: float) -> Failure:
-        """Return the failure that has ended a run in a step, counted from 1; ``lost`` are the seconds it has cost."""
-        return cls(step, failure_reason(error), (), step - 1, "", 0.0, lost, death_in(error), is_end=True)
+    def ending(cls, step: int, error: JobError, back_to: int, source: str, lost: float) -> Failure:
+        """Return the failure that has ended a run in a step, counted from 1.
+
+        Args:
+            step: The step.
+            error: The error.
+            back_to: Number of steps taken that a resumed run goes on after.
+            source: The checkpoint that it begins with; "" if there is none.
+            lost: Seconds that the failure has cost, if the run is resumed from there.
+        """
+        return cls(step, failure_reason(error), (), back_to, source, 0.0, lost, death_in(error), is_end=True)
 
 
 class Failures:

@@ -388,8 +388,11 @@ class TrainingLoop:
         try:
             failure = self._starter.recover(step, error, lost)
         except JobError as end:
-            self._record.failed(asdict(Failure.ending(step, end, lost(step - 1))))
-            self._save_last()
+            try:
+                self._save_last()
+            finally:
+                back_to, source = self._starter.active.resume_point()
+                self._record.failed(asdict(Failure.ending(step, end, back_to, source, lost(back_to))))
             raise
         except (KeyboardInterrupt, SystemExit):
             if self._starter.awaits_room:

@@ -150,7 +150,7 @@ def test_a_disk_that_fails_warns_and_training_goes_on(trained, monkeypatch, tmp_
         reports = job.train(2)
         real.settle()
     assert [report.step for report in reports] == [6, 7]
-    assert "no checkpoint was saved, the training goes on:\n- actor pp=0: " in caplog.text
+    assert "no checkpoint of step 8 was saved; the newest is step-00000006:\n- actor pp=0: " in caplog.text
     assert "give a path that is there, and that every node sees" in caplog.text
     assert not steps_in(tmp_path / "checkpoints")
     monkeypatch.undo()

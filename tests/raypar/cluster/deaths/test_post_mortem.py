@@ -214,4 +214,5 @@ def test_a_crash_and_an_exit_are_told_in_the_failure_the_folder_and_the_error(tm
         (2, False, "SIGSEGV"),
         (3, True, ""),
     ]
+    assert (lines[-1]["back_to"], lines[-1]["source"]) == (2, "step-00000002"), "saved from memory"
     assert read(tmp_path / "run").failures == lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.run import Run
 from raypar.checkpoint import verified
+from raypar.job.recover.active_layout import ActiveLayout
 from raypar.job.recover.background_save import Saver
 from raypar.paths import checkpoints
 
@@ -150,8 +152,7 @@ def test_a_failure_warns_with_all_that_is_wrong_and_the_next_one_is_saved(actors
         saver.after(1)
         saver.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "no checkpoint was saved, the training goes on:\n"
-        "- actor pp=0: no space\n- actor pp=0: no luck\n- actor pp=1: it died"
+        "no checkpoint of step 1 was saved:\n- actor pp=0: no space\n- actor pp=0: no luck\n- actor pp=1: it died"
     ]
     actors.wrong = {}
     saver = saver_of(actors, tmp_path)
@@ -164,7 +165,7 @@ def test_a_folder_that_is_taken_warns_too(actors, tmp_path, caplog):
     assert "give a path that is a folder" in caplog.text
 
 
-def test_a_last_checkpoint_that_is_missing_is_known(actors, tmp_path):
+def test_a_last_checkpoint_that_is_missing_is_known(actors, tmp_path, caplog):
     saver = saver_of(actors, tmp_path, save_every=4)
     for step in range(1, 10):
         saver.after(step)
@@ -172,6 +173,7 @@ def test_a_last_checkpoint_that_is_missing_is_known(actors, tmp_path):
     assert (saver.newest.name, saver.lost) == ("step-00000008", None)
     actors.wrong = {1: CheckpointError(["no space left"])}
     saver.after(10)
+    assert "no checkpoint of step 10 was saved; the newest is step-00000008:\nactor pp=1: no space" in caplog.text
     assert saver.newest.name == "step-00000008"
     assert "no space left" in str(saver.lost)
     actors.wrong = {}
@@ -213,3 +215,18 @@ def test_what_a_run_that_ends_has_in_memory_is_its_newest_checkpoint_and_no_erro
     saver.save_last(lambda: tmp_path / "step-00000003")
     assert saver.newest == tmp_path / "step-00000003"
     saver.close()
+
+
+def test_an_end_is_recorded_with_the_checkpoint_to_which_a_resumed_run_goes_back(actors, tmp_path):
+    saver, loaded = saver_of(actors, tmp_path, save_every=2), SimpleNamespace(run=Run(folder=str(tmp_path)))
+    layout = SimpleNamespace(loaded=loaded, _found=None)
+    assert ActiveLayout.resume_point(layout) == (0, "")
+    saver.after(2)
+    saver.settle()
+    actors.wrong = {0: RuntimeError("it was killed")}
+    saver.after(4)
+    saver.close()
+    assert ActiveLayout.resume_point(layout) == (2, "step-00000002")
+    begun = SimpleNamespace(path=tmp_path / "step-00000009", manifest=SimpleNamespace(step=9))
+    elsewhere = SimpleNamespace(loaded=SimpleNamespace(run=Run(folder=None)), _found=begun)
+    assert ActiveLayout.resume_point(elsewhere) == (9, "step-00000009")

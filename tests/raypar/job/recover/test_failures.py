@@ -55,4 +55,4 @@ def test_a_death_is_told_in_one_line_with_its_reason():
         "actor pp=1 died during step 4: it was ended by SIGSEGV; the last action that it began was 1F0 of step 4"
     )
     assert failure_line(DIED) == "actor pp=1 died during step 4"
-    assert str(Failure.ending(4, error, 1.0)) == "the run has ended: actor pp=1 died during step 4"
+    assert str(Failure.ending(4, error, 2, "step-00000002", 1.0)) == "the run has ended: actor pp=1 died during step 4"

@@ -112,7 +112,8 @@ def test_without_room_for_a_whole_replica_it_is_saved_and_ends(taken, tmp_path):
     assert "in the place of pp=1, and with mesh.dp 1 it has no replica that it could do without" in str(caught.value)
     assert f"launch the run again with resume='{tmp_path}/run" in caught.value.__notes__[-1]
     (line,) = (tmp_path / "run" / FAILURES).read_text().splitlines()
-    assert '"is_end": true' in line
+    saved = max(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert '"is_end": true' in line and f'"source": "{saved}"' in line
 
 
 def test_what_can_be_neither_moved_nor_saved_goes_on(taken, caplog):

@@ -305,7 +305,7 @@ def test_a_model_with_experts_says_so():
 def test_failures_are_listed_with_their_deaths_and_what_they_cost():
     death = Death("ended by SIGSEGV", None, "SIGSEGV", False, "1F0 of step 2", ("Fatal <b>",), "/logs/a.err")
     survived = Failure(2, "actor pp=1 died during step 2", ("pp=1",), 1, "memory", 0.4, 0.5, death)
-    end = Failure.ending(3, JobError("it raised\nwith a trace"), 0.536)
+    end = Failure.ending(3, JobError("it raised\nwith a trace"), 2, "", 0.536)
     run = past(failures=[{"at": "now", **asdict(one)} for one in (survived, end)])
     shown = texts(page(run))
     assert "| ended by SIGSEGV, in 1F0 of step 2 | Fatal <b> | went on after step 1 | pp=1 | 0.5 s |" in shown
