@@ -95,6 +95,9 @@ def _command(words: list[str]) -> int:
             verbose = bool(_VERBOSE & {*rest})
             stack.enter_context(_messages(command.level, announces=command.announces, verbose=verbose))
         if command.has_actors:
+            from raypar.cluster.interrupts import answered
+
+            stack.enter_context(answered())
             stack.enter_context(_terminable())
         return _run(command, rest)
 
@@ -226,7 +229,7 @@ class _Messages(ScreenHandler):
 
 @contextmanager
 def _messages(level: int = logging.INFO, *, announces: bool = False, verbose: bool = False) -> Iterator[None]:
-    """Print raypar's log messages of a level and above to standard error while a command runs.
+    """Print raypar's log messages of a level and above to standard error while a command runs, and those of signals.
 
     Args:
         level: The level.
@@ -234,17 +237,19 @@ def _messages(level: int = logging.INFO, *, announces: bool = False, verbose: bo
         verbose: Whether a terminal gets all messages whole.
     """
     logger, handler = logging.getLogger("raypar"), _Messages(verbose=verbose)
-    starts = logging.getLogger("raypar.cluster.lifecycle")
+    own_levels = {"interrupts": logging.WARNING, "lifecycle": logging.INFO if announces else logging.NOTSET}
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(level)
-    starts.setLevel(logging.INFO if announces else logging.NOTSET)
+    for name, own in own_levels.items():
+        logging.getLogger(f"raypar.cluster.{name}").setLevel(own)
     logger.propagate = False
     try:
         yield
     finally:
         logger.removeHandler(handler)
-        starts.setLevel(logging.NOTSET)
+        for name in own_levels:
+            logging.getLogger(f"raypar.cluster.{name}").setLevel(logging.NOTSET)
         logger.setLevel(before[0])  # and forgets what it found to be enabled
         logger.propagate = before[1]
 

@@ -14,6 +14,7 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.checkpoint.find import VerifiedCheckpoint
+from raypar.cluster.interrupts import answered
 from raypar.cluster.lifecycle.ray_cluster import ROOM_SECONDS, Waits, start_actors
 from raypar.cluster.nodes.nodes import living_nodes, without_folder
 from raypar.cluster.placement.given_group import PlacementGroup
@@ -71,9 +72,10 @@ def launch(
     """
     chosen = run.folder == AUTO
     waits = Waits(wait_for_nodes, wait_for_room)
-    return launch_in(
-        run, waits, resume, overwrite=overwrite, chaos=chaos, may_lack_folder=chosen, group=placement_group
-    )
+    with answered():
+        return launch_in(
+            run, waits, resume, overwrite=overwrite, chaos=chaos, may_lack_folder=chosen, group=placement_group
+        )
 
 
 def launch_in(

@@ -272,6 +272,8 @@ class TrainingLoop:
                     with self._patience(ahead) as ctrl_c, self._rewinding(), self._guarded():
                         ahead.hand_over(self.next_step, stop)
                         reports = self._commit(*ahead.collect())
+                        while ctrl_c.has_come and len(ahead):  # what is displayed last is what is saved
+                            reports += self._commit(*ahead.collect())
                     try:
                         yield from reports
                     finally:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import subprocess
 import sys
+
+from raypar.cli.main import _messages
 
 INTERRUPTED = """
 import builtins, os, signal
@@ -40,3 +43,10 @@ def test_where_it_is_ignored_it_stays_so():
 def test_the_command_has_its_own_answer_to_it():
     code = "import signal\nfrom raypar.cli.entry import main\nmain()\nprint(signal.getsignal(signal.SIGINT).__name__)"
     assert ran(code, "recipes").stdout.splitlines()[-1] == "default_int_handler"
+
+
+def test_a_command_that_prints_no_warnings_answers_ctrl_c_as_well(capsys):
+    with _messages(logging.ERROR):
+        logging.getLogger("raypar.cluster.interrupts").warning("Ctrl-C: waiting")
+        logging.getLogger("raypar.job").warning("not printed")
+    assert capsys.readouterr().err == "Ctrl-C: waiting\n"

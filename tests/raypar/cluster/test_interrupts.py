@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
+from contextlib import suppress
 
 import pytest
 
-from raypar.cluster.interrupts import Sigterm, impatience, patience
+from raypar.cluster import interrupts
+from raypar.cluster.interrupts import Sigterm, answered, impatience, patience
 
 
 @pytest.fixture(autouse=True)
-def sigterm():
+def sigterm(monkeypatch):
     """The handlers that a command of raypar has, for the time of a test."""
+    monkeypatch.setattr(interrupts, "_ONE_PRESS", 0.0)
+    monkeypatch.setattr(interrupts, "_latest", {})
     before, handler = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], Sigterm()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, handler)
@@ -102,3 +108,63 @@ def test_a_handler_of_the_users_is_left_alone():
         send(signal.SIGTERM)
     ctrl_c.heed()
     assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_what_is_called_for_a_signal_is_ended_by_the_next_one(number, raised, caplog, sigterm):
+    """The last save, and steps that the actors have: also in a generator that is closed meanwhile."""
+
+    def steps():
+        try:
+            yield
+        finally:
+            with pytest.raises(raised), patience("the last save"):
+                send(number)
+                pytest.fail("the second one was delayed")
+
+    for ends in (lambda generator: generator.close(), next):
+        sigterm.came, generator = False, steps()
+        next(generator)
+        with patience("it") as ctrl_c:
+            send(number)
+        try:
+            ctrl_c.heed()
+        except BaseException:
+            with suppress(StopIteration):
+                ends(generator)
+    assert "the last save" not in caplog.text
+    with patience("it"):
+        pass
+
+
+def test_signals_within_a_fifth_of_a_second_are_one_press(monkeypatch, caplog):
+    monkeypatch.setattr(interrupts, "_ONE_PRESS", 10.0)
+    with pytest.raises(KeyboardInterrupt), patience("it") as ctrl_c:
+        send(signal.SIGINT)
+        send(signal.SIGINT)
+        assert len(caplog.messages) == 1
+        interrupts._latest[signal.SIGINT] -= 10.0
+        send(signal.SIGINT)
+        pytest.fail("a later one was not the second")
+    assert ctrl_c.has_come
+
+
+def test_a_signal_is_answered_while_no_handler_runs(monkeypatch, caplog):
+    monkeypatch.setattr(interrupts, "_SILENT", 0.02)
+    monkeypatch.setattr(interrupts, "_ONE_PRESS", 0.2)
+    with answered(), answered(), suppress(KeyboardInterrupt):
+        threading.Timer(0.05, lambda: send(signal.SIGINT)).start()
+        try:
+            threading.Event().wait(5)
+        except KeyboardInterrupt:
+            time.sleep(0.3)  # to end takes as long
+            raise
+    assert caplog.messages == ["Ctrl-C: ending what is under way"]
+    caplog.clear()
+    with answered(), patience("it") as ctrl_c:
+        send(signal.SIGINT)
+        time.sleep(0.1)
+    assert [ctrl_c.has_come, *caplog.messages] == [
+        True,
+        "Ctrl-C: waiting for the actors to finish it; press it again to end the job",
+    ]
