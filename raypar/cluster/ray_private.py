@@ -16,8 +16,10 @@ import logging
 import math
 import os
 import re
+import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,6 +41,8 @@ _LONGEST_SOCKET = 103  # bytes of a socket's path: Linux takes 107, macOS 103
 _FOR_RAY = "ray"  # a folder in this user's folder
 _MOST_NAMES = 100  # most folder names to try, as other users may own some
 _ANSWERS = 2  # seconds
+_REMOVALS, _SETTLES = 5, 0.1  # tries to remove a session folder, and the seconds between two
+_LATEST = "session_latest"  # Ray's link to the newest session folder
 _NODE = "_private.worker._global_node"
 _NO_NODE = "No node info found"  # Ray's error if this machine has no node
 _DEATH = re.compile(
@@ -79,6 +83,29 @@ def start_on_loopback(**settings: Any) -> None:
     with suppress(OSError):
         own = own_identity()
         (session / OWNER_FILE).write_text(f"{own.pid} {own.began} {own.pid_domain}")
+
+
+def disconnect(*, keeps_logs: bool = False) -> None:
+    """Disconnect from Ray. A Ray that ``start_on_loopback`` has started ends, and its session folder is removed.
+
+    The public ``ray.shutdown`` leaves the folder, of about 230 KB. Retry at upgrades.
+
+    Args:
+        keeps_logs: Whether the folder stays, as something has failed that its logs may explain.
+    """
+    session = None if (logs := logs_folder()) is None else logs.parent
+    is_own = session is not None and (session / OWNER_FILE).is_file() and own_raylet() is not None
+    ray.shutdown()
+    if session is None or not is_own or keeps_logs:
+        return
+    for _ in range(_REMOVALS):  # its last processes may still write there
+        shutil.rmtree(session, ignore_errors=True)
+        if not session.exists():
+            break
+        time.sleep(_SETTLES)
+    with suppress(OSError):
+        if (latest := session.parent / _LATEST).is_symlink() and not latest.exists():
+            latest.unlink()
 
 
 def silence_deaths() -> None:

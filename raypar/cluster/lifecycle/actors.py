@@ -17,6 +17,7 @@ from raypar.actors.specs.types import DeviceKind
 from raypar.cluster.control_server import end_without_server
 from raypar.cluster.lifecycle.replacement_actors import ActorBundle, ClaimOne, Create, PendingActor, nodes_of, succeeded
 from raypar.cluster.nodes.nodes import is_lasting
+from raypar.cluster.ray_private import disconnect
 from raypar.cluster.together import together
 
 log = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class Actors:
         """Return whether this process is still connected to the actors' Ray."""
         return ray.is_initialized() and driver_id() == self.driver
 
-    def end(self, *, is_lost: bool = False) -> None:
+    def end(self, *, is_lost: bool = False, has_failed: bool = False) -> None:
         """Kill the actors, remove their placement groups, and leave Ray if the job connected to it.
 
         Errors of Ray are logged, so that they do not replace the error for which the job ends. A second call does
@@ -201,6 +202,8 @@ class Actors:
         Args:
             is_lost: Whether Ray's control server is gone: each call to it would take a minute, so none is made. The
                 actors end with Ray then.
+            has_failed: Whether the job ends with a failure. Then, or if an actor was replaced, the logs of a Ray of its
+                own stay.
         """
         (handles, self.handles), (pending, self.pending) = (self.handles, []), (self.pending, [])
         if not handles or not self.reachable():  # the actors ended with their Ray
@@ -218,7 +221,7 @@ class Actors:
                     break  # each call to a Ray that does not answer takes a minute
         finally:
             if self.owns_cluster:
-                ray.shutdown()
+                disconnect(keeps_logs=has_failed or self._num_replaced > 0)
 
 
 def driver_id() -> str:

@@ -35,7 +35,7 @@ from raypar.cluster.placement.devices import ActorResources, demand_build, share
 from raypar.cluster.placement.given_group import bundles_of_group, chosen_bundles, free_bundles, too_small
 from raypar.cluster.placement.placement import Node, blocks_of, place, placement_lines, split_message
 from raypar.cluster.placement.shortage import TOO_SMALL, no_room
-from raypar.cluster.ray_private import silence_deaths, start_on_loopback
+from raypar.cluster.ray_private import disconnect, silence_deaths, start_on_loopback
 from raypar.cluster.together import together
 from raypar.errors import ConfigError, JobError, RoomError
 from raypar.log_details import DETAIL
@@ -127,7 +127,7 @@ def start_actors(
         with _own_sigterm():
             owns = _connect()
         if owns:
-            undo.callback(ray.shutdown)
+            undo.push(_disconnect)
         grows = waits.nodes > 0
         nodes = _roomy(world, count, resources.cpus, grows=grows)
         share = share_of(device, resources, count, _num_gpus(nodes, group), built=built, grows=grows)
@@ -179,7 +179,7 @@ def connected() -> Iterator[list[Node]]:
         yield living_nodes()
     finally:
         if owns:
-            ray.shutdown()
+            disconnect()
 
 
 def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resources: Resources) -> list[str]:
@@ -207,6 +207,11 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resource
     if found.split:
         lines.append(split_message(world, found, share))
     return lines
+
+
+def _disconnect(kind: type[BaseException] | None, *_: object) -> None:
+    """Disconnect from Ray because of an exception of this kind; its logs stay if they may explain it."""
+    disconnect(keeps_logs=kind is not None and issubclass(kind, Exception) and not issubclass(kind, ConfigError))
 
 
 def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:

@@ -43,7 +43,7 @@ class Lifetime:
         self.witnesses, self.server = ProcessMonitors(), ControlServer()
         self._actors: Actors | None = actors
         self._calls: Calls | None = None
-        self._close, self._saved = close, saved
+        self._close, self._saved, self._has_failed = close, saved, False
 
     @property
     def actors(self) -> Actors:
@@ -121,11 +121,11 @@ class Lifetime:
             let_go(failure is not None)
         finally:
             self.witnesses.close()
-            actors.end(is_lost=not self.server.answers())
+            actors.end(is_lost=not self.server.answers(), has_failed=self._has_failed)
 
     def _fail(self, error: KeyboardInterrupt | SystemExit | JobError) -> None:
         if isinstance(error, JobError):
-            self.failure = str(error).splitlines()[0]
+            self.failure, self._has_failed = str(error).splitlines()[0], True
             log.error("%s", self.failure)  # at once: to end the actors takes seconds
             if self._calls is not None:
                 self._calls.abort()

@@ -139,6 +139,30 @@ def test_a_start_keeps_the_loopback_and_closes_the_session_folder(started, caplo
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("is_own", "keeps", "stays"), [(True, False, False), (True, True, True), (False, False, True)])
+def test_the_session_folder_of_an_own_ray_is_removed_at_its_end_unless_its_logs_are_wanted(
+    monkeypatch, tmp_path, is_own, keeps, stays
+):
+    session, calls = tmp_path / "session_1", []
+    (session / "logs").mkdir(parents=True)
+    (session / "logs" / "raylet.out").touch()
+    (tmp_path / "session_latest").symlink_to(session)
+    if is_own:
+        (session / ray_private.OWNER_FILE).touch()
+    removes = shutil.rmtree
+
+    def late(folder, **settings):  # a process of Ray's that has not ended yet
+        if calls.append(folder) or len(calls) > 1:
+            removes(folder, **settings)
+
+    monkeypatch.setattr(ray_private, "ray", SimpleNamespace(shutdown=lambda: None))
+    monkeypatch.setattr(ray_private, "logs_folder", lambda: session / "logs")
+    monkeypatch.setattr(ray_private, "own_raylet", lambda: 1)
+    monkeypatch.setattr(ray_private.shutil, "rmtree", late)
+    ray_private.disconnect(keeps_logs=keeps)
+    assert session.exists() == (tmp_path / "session_latest").is_symlink() == stays
+
+
 def test_without_shared_memory_the_object_store_is_in_the_folder_for_temporary_files(started, monkeypatch):
     """Ray itself looks for /dev/shm and does not start without it."""
     monkeypatch.setattr(ray_private, "has_feature", lambda feature: feature != "shared_memory_folder")

@@ -542,6 +542,7 @@ def test_a_program_that_ends_leaves_no_process_no_shared_memory_and_no_offloaded
     assert not list(offload.iterdir()), "a file without a name ends with its actor, however that ends"
     assert told["doors"] == ["127.0.0.1", "0o700"], "a Ray of our own is open to this user on this machine only"
     assert all(map(gone, told["pids"]))
+    assert Path(told["session"]).exists() == ("killed" in end), "the logs of a failure are kept, and only they"
     marks = [Path(told["session"]).name, *map(str, told["pids"])]
     assert not [path for path in Path("/dev/shm").iterdir() if any(mark in path.name for mark in marks)]
 

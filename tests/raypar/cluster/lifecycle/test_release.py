@@ -30,10 +30,10 @@ def test_a_ray_that_does_not_answer_is_left_all_the_same(monkeypatch, caplog, wh
     called = []
     ray = SimpleNamespace(
         kill=fails if which == "kill" else lambda handle: called.append(handle),
-        shutdown=lambda: called.append("shutdown"),
         is_initialized=lambda: True,
     )
     monkeypatch.setattr(actors_module, "ray", ray)
+    monkeypatch.setattr(actors_module, "disconnect", lambda **_: called.append("shutdown"))
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", fails if which != "kill" else called.append)
     actors = Actors(
@@ -54,13 +54,20 @@ def test_a_ray_that_does_not_answer_is_asked_once_to_remove_placement_groups(mon
         asked.append(group)
         fails()
 
-    ray = SimpleNamespace(kill=lambda _: None, shutdown=lambda: None, is_initialized=lambda: True)
+    ray = SimpleNamespace(kill=lambda _: None, is_initialized=lambda: True)
     monkeypatch.setattr(actors_module, "ray", ray)
     monkeypatch.setattr(actors_module, "driver_id", lambda: "me")
     monkeypatch.setattr(actors_module, "remove_placement_group", remove)
+    kept = []
+    monkeypatch.setattr(actors_module, "disconnect", lambda *, keeps_logs: kept.append(keeps_logs))
     homes = [ActorBundle(one, 0, "n", {0}) for one in "xy"]
-    Actors(["a", "b"], True, "me", "cpu", bundles=homes).end()
-    assert asked == ["x"]
+    for changes in ({}, {"has_failed": True}):
+        asked.clear()
+        Actors(["a", "b"], True, "me", "cpu", bundles=homes).end(**changes)
+        assert asked == ["x"]
+    replaced = Actors(["a"], True, "me", "cpu", bundles=homes[:1], _num_replaced=1)
+    replaced.end()
+    assert kept == [False, True, True], "logs of a failure are kept, also of one that the run has survived"
 
 
 def test_a_claim_that_ctrl_c_comes_upon_is_given_back(monkeypatch):
