@@ -60,6 +60,11 @@ def torch_has_cuda() -> bool | None:
     return None if found is None else found[1].strip() != "None"
 
 
+def lacks_device(device: DeviceChoice) -> bool:
+    """Return whether no run with this setting can start on this machine: its torch is built without CUDA."""
+    return device == "cuda" and torch_has_cuda() is False
+
+
 def device_kind(device: DeviceChoice) -> DeviceKind:
     """Return on which kind of device actors would compute if they were started on this machine."""
     return "cuda" if device == "cuda" or (device == "auto" and _NVIDIA.exists()) else "cpu"

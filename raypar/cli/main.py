@@ -189,10 +189,8 @@ def _print_outcome(outcome: object, *, styled: bool) -> int:
             if follow:
                 said = _say(f"next: {follow}", wraps=False)
             return _fail(lost, FAILED) if lost else said
-        case object(text=text, sound=is_sound, lost=lost):
+        case object(text=text, sound=is_sound):
             said = _say(text)
-            if lost:
-                return _fail(_mistakes(lost), MISTAKE)
             return said if is_sound else DIFFERENT
         case object(ok=is_equal):  # of verify
             _say(str(outcome))

@@ -44,8 +44,7 @@ class ReportArgs:
     folders: Folders
     """the folder of a run, or of several to compare"""
     out: Out = None
-    """the file, overwritten if it exists; None: report.html in the folder, or comparison.html in the first one that can
-    be read"""
+    """the file, overwritten if it exists; None: report.html in the folder, or comparison.html in the first one"""
     live: bool = False
     """serve the page on this machine instead, and refresh it while training goes on, until Ctrl-C"""
     port: int = PORT
@@ -125,9 +124,10 @@ def report(args: ReportArgs) -> CommandOutcome | Live:
         _page(folders, peak)
         return Live(lambda: _served(folders, peak), args.port)
     made = _page(folders, peak)
+    ConfigError.raise_if(made.lost)
     written = _written(args.out or made.path, args.out, made.html)
     lines = [*made.lines, written, *(f"could not be read: {fault}" for fault in made.poor)]
-    return CommandOutcome("\n".join(lines), lost=made.lost)
+    return CommandOutcome("\n".join(lines))
 
 
 def run_trace(words: Sequence[str]) -> str:
@@ -165,8 +165,6 @@ def _page(folders: tuple[Path, ...], peak: float | None, every: int | None = Non
     folder = pasts[0].folder
     if len(pasts) > 1:
         return _Page(comparison(pasts, faults=[*poor, *lost], every=every), folder / COMPARISON, poor, lost)
-    if lost:
-        lost.append(f"{str(folder)!r} alone is shown, and compared with nothing: correct the other path")
     shown = page(pasts[0], faults=[*poor, *lost], peak=peak, every=every)
     return _Page(shown, folder / REPORT, poor, lost, _predicted(pasts[0]))
 

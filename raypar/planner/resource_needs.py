@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 from raypar.actors.machine.files import expanded
-from raypar.actors.machine.this_machine import computes_here, free_disk, free_memory, total_memory
+from raypar.actors.machine.this_machine import computes_here, free_disk, free_memory, lacks_device, total_memory
 from raypar.actors.mesh.mesh import AXES
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
@@ -108,7 +109,7 @@ def memory_faults(
         replaces: Whether another run on this machine ends first. What it has on the disk is not known to be taken.
     """
     has = total_memory() if computes_here(run.device) else None
-    room = None if run.offload_folder is None or replaces else free_disk(expanded(run.offload_folder))
+    room = None if run.offload_folder is None or replaces else _free_disk(run, expanded(run.offload_folder))
     if has is None and room is None:
         return
     sized = SizedRun.of(run, schedule, skeleton)
@@ -172,7 +173,7 @@ def _checkpoints(run: Run, folder: str, one: int, step: int) -> str:
     keep = run.keep_last or saved
     kept, there = min(saved, keep), min(saved, keep + 1)  # one is removed when a newer one is whole
     existing = next(path for path in (expanded(folder), *expanded(folder).absolute().parents) if path.exists())
-    free = free_disk(existing)
+    free = _free_disk(run, existing)
     count = "1" if there == 1 else f"{kept:,} of about {size(one)} each"
     beside = ", and the one that is written" if there > kept else ""
     text = f"about {size(there * one)}: {count}{beside}" + ("" if free is None else f"; the disk has {size(free)} free")
@@ -181,6 +182,11 @@ def _checkpoints(run: Run, folder: str, one: int, step: int) -> str:
         fix = f"set keep_last to {most} at most" if most > 0 else f"free about {size(min(saved, 2) * one - free)} more"
         return f"{text}: {TOO_MUCH}: {fix}, or give a folder of another disk"
     return text
+
+
+def _free_disk(run: Run, folder: Path) -> int | None:
+    """Return the bytes that are free on a folder's disk; None if unknown, or if the run can only start elsewhere."""
+    return None if lacks_device(run.device) else free_disk(folder)
 
 
 def _range(counts: Sequence[int]) -> str:

@@ -66,7 +66,7 @@ class Lent(Actors):
 
     pool: Pool
 
-    def end(self, *, is_lost=False):
+    def end(self, *, is_lost=False, has_failed=False):
         kept = [
             replace(bundle, is_draining=False) for bundle in self.bundles
         ]  # no node is taken away but in a test's eyes

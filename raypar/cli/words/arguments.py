@@ -29,12 +29,10 @@ class CommandOutcome(NamedTuple):
     Attributes:
         text: The text to print.
         sound: Whether everything that was examined is sound; else the exit code says so.
-        lost: Mistakes in the words in spite of which the text was made.
     """
 
     text: str
     sound: bool = True
-    lost: Sequence[str] = ()
 
 
 A = TypeVar("A", bound=Arguments)

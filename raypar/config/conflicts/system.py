@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from raypar.actors.machine.system_features import REQUIREMENTS, Feature
-from raypar.actors.machine.this_machine import torch_has_cuda
+from raypar.actors.machine.this_machine import lacks_device
 from raypar.actors.specs.types import DeviceChoice
 from raypar.config.rules import Conflict, RunRule, RunSetting
 
@@ -15,7 +15,7 @@ _NEEDS: tuple[Feature, ...] = ("memory_files", "process_handles")  # for snapsho
 
 def device_faults(choice: DeviceChoice) -> Iterator[str]:
     """Yield a fault if "cuda" is chosen and the torch that is installed here is built without CUDA."""
-    if choice == "cuda" and torch_has_cuda() is False:
+    if lacks_device(choice):
         yield "device is 'cuda', but torch is built without CUDA here: install a build with it"
 
 

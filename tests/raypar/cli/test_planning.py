@@ -171,7 +171,7 @@ def test_the_file_has_what_differs_alone_and_is_checked_without_a_gpu(tmp_path, 
     assert lines[0] == "# EDIT: data, lr, steps. What is not here is as in every run."
     assert len(lines) < 40
     assert not [line for line in lines if line.split(" = ")[-1] in ('"none"', "false", "[]")], "defaults"
-    monkeypatch.setattr("raypar.config.conflicts.system.torch_has_cuda", lambda: False)
+    monkeypatch.setattr("raypar.actors.machine.this_machine.torch_has_cuda", lambda: False)
     with caplog.at_level("WARNING"):
         found = train([str(out), "--dry-run", "--folder", "none"], terminal=False)
     assert dict(found.rows)["actors"].startswith("16 = ")

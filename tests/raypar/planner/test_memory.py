@@ -158,6 +158,10 @@ def test_checkpoints_are_held_against_the_disk(monkeypatch, tmp_path):
         "raypar.planner.resource_needs.free_disk", lambda folder: 250 << 20 if folder == tmp_path else None
     )
     assert dict(plan_rows(run, schedule))["checkpoints"] == "about 74 MiB: 1; the disk has 250 MiB free"
+    with monkeypatch.context() as without:
+        without.setattr("raypar.planner.resource_needs.lacks_device", lambda device: device == "cuda")
+        on_paper = dict(plan_rows(replace(run, device="cuda"), schedule))["checkpoints"]
+    assert on_paper == "about 74 MiB: 1", "the disk of other machines is not known"
     beside = "2 of about 74 MiB each, and the one that is written"
     for keep, told in ((2, f"about 223 MiB: {beside}"), (3, "TOO MUCH: set keep_last to 2 at most, or give a folder")):
         often = replace(run, save_every=15, keep_last=keep)

@@ -72,32 +72,21 @@ def test_of_a_damaged_folder_the_rest_is_shown(name, tmp_path):
     assert {"good", "bad", "Train loss, smoothed"} <= set(texts)
 
 
-def test_a_folder_of_no_run_is_told_unless_there_is_no_other(tmp_path, capsys):
-    good = written(tmp_path / "good")
-    other = written(tmp_path / "other")
-    assert run_command(["report", str(good), str(tmp_path / "gone"), str(other), "-o", str(tmp_path / "c.html")]) == 2
-    assert "gone' is no run folder" in capsys.readouterr().err
-    assert "2 raypar runs" in Reader((tmp_path / "c.html").read_text()).texts
-    assert any("gone' is no run folder" in text for text in Reader((tmp_path / "c.html").read_text()).texts)
-    assert run_command(["report", str(tmp_path / "gone"), str(tmp_path / "lost")]) == 2
-    assert "gone' is no run folder" in capsys.readouterr().err
-
-
-def test_the_only_run_that_is_found_is_shown_alone_and_the_others_are_a_mistake(tmp_path, capsys):
-    good = written(tmp_path / "good")
+def test_a_report_with_a_folder_of_no_run_is_refused_and_writes_nothing(tmp_path, capsys):
+    good, other = written(tmp_path / "good"), written(tmp_path / "other")
+    (good / "report.html").write_text("of before")
+    gone = f"'{tmp_path / 'gone'}' is no run folder: there is nothing; give one that raypar train has written"
     assert run_command(["report", str(tmp_path / "gone"), str(good / "run.toml"), str(good)]) == 2
     out, err = capsys.readouterr()
-    assert out == f"written: {good / 'report.html'}\n"
-    assert err.splitlines() == [
-        "raypar: 3 mistakes:",
-        f"- '{tmp_path / 'gone'}' is no run folder: there is nothing; give one that raypar train has written",
-        f"- '{good / 'run.toml'}' is no run folder, but a file: give '{good}'",
-        f"- '{good}' alone is shown, and compared with nothing: correct the other path",
-    ]
-    texts = Reader((good / "report.html").read_text()).texts
-    assert "Could not be read" in texts
-    assert any("alone is shown" in text for text in texts)
-    assert "1 raypar runs" not in texts
+    assert (out, err.splitlines()) == (
+        "",
+        ["raypar: 2 mistakes:", f"- {gone}", f"- '{good / 'run.toml'}' is no run folder, but a file: give '{good}'"],
+    )
+    assert run_command(["report", str(good), str(tmp_path / "gone"), str(other)]) == 2
+    assert capsys.readouterr() == ("", f"raypar: {gone}\n")
+    assert run_command(["report", str(tmp_path / "gone"), str(tmp_path / "lost")]) == 2
+    assert (good / "report.html").read_text() == "of before"
+    assert not (good / "comparison.html").exists()
 
 
 def test_of_damaged_metrics_the_sound_steps_are_shown(tmp_path, capsys):
