@@ -434,8 +434,8 @@ MAY_IMPORT = {
     ),
     "raypar/cli/text": (
         "actors/data/tokenizers actors/hugging_face actors/mesh actors/specs raypar raypar/cli/train "
-        "raypar/cli/words raypar/config/conflicts raypar/config/hugging_face raypar/job raypar/job/text "
-        "raypar/planner raypar/reporting"
+        "raypar/cli/words raypar/cluster raypar/config/conflicts raypar/config/hugging_face raypar/job "
+        "raypar/job/text raypar/planner raypar/reporting"
     ),
     "raypar/cli/train": (
         "actors actors/data actors/data/examples actors/data/text actors/machine actors/mesh actors/models "
@@ -484,9 +484,9 @@ MAY_IMPORT = {
         "raypar/cluster/nodes raypar/cluster/placement schedules"
     ),
     "raypar/job": (
-        "actors actors/machine actors/specs actors/worker raypar raypar/checkpoint raypar/cluster/lifecycle "
-        "raypar/cluster/nodes raypar/cluster/placement raypar/config raypar/config/conflicts "
-        "raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start raypar/job/stepping "
+        "actors actors/machine actors/specs actors/worker raypar raypar/checkpoint raypar/cluster "
+        "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
+        "raypar/config/conflicts raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start raypar/job/stepping "
         "raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory raypar/planner/sizes "
         "raypar/reporting schedules schedules/drawing"
     ),

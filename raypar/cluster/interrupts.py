@@ -101,6 +101,16 @@ def impatience() -> Iterator[None]:
 
 
 @contextmanager
+def unannounced() -> Iterator[None]:
+    """Log nothing of signals within the context, because the user sees what they end."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextmanager
 def answered() -> Iterator[None]:
     """Log within a second that a Ctrl-C or SIGTERM has come, also while the main thread runs no Python code.
 

@@ -23,6 +23,7 @@ from raypar.actors.specs.types import DeviceChoice
 from raypar.cli.text.trained_model import TOKENIZER, trained_model
 from raypar.cli.train.resuming import its_run
 from raypar.cli.words.arguments import given, parse_command
+from raypar.cluster.interrupts import unannounced
 from raypar.config.conflicts.generation import generation_faults
 from raypar.errors import ConfigError
 from raypar.job.text.generation import request_of
@@ -219,7 +220,7 @@ def _answered(job: Job, prompt: Sequence[int], write: WriteText, sampling: Mappi
         pieces.append(piece)
         write(piece, end="")
 
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), unannounced():
         job.generate([prompt], on=show, **sampling)
     write("")
     return "".join(pieces)

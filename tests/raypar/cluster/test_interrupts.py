@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 
 from raypar.cluster import interrupts
-from raypar.cluster.interrupts import Sigterm, answered, impatience, patience
+from raypar.cluster.interrupts import Sigterm, answered, impatience, patience, unannounced
 
 
 @pytest.fixture(autouse=True)
@@ -168,3 +168,13 @@ def test_a_signal_is_answered_while_no_handler_runs(monkeypatch, caplog):
         True,
         "Ctrl-C: waiting for the actors to finish it; press it again to end the job",
     ]
+
+
+def test_where_the_user_sees_what_a_signal_ends_nothing_is_logged(caplog):
+    with pytest.raises(KeyboardInterrupt), unannounced(), patience("an answer") as ctrl_c:
+        send(signal.SIGINT)
+        ctrl_c.heed()
+    assert not caplog.messages
+    with patience("it"):
+        send(signal.SIGINT)
+    assert caplog.messages
