@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import accumulate, product
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+from annotated_types import Ge, Le
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +24,7 @@ Span = tuple[int, int]  # of consecutive elements: the first one, and the one af
 
 BLOCK, SMALL_BLOCK = 1024, 64  # elements of a block of a large tensor, and of a small one
 SMALL = 1 << 16  # elements from which a tensor is large
+MAX_RANKS = 1 << 16  # that divide a tensor
 
 
 def block_of(elements: int) -> int:
@@ -37,11 +41,58 @@ def num_blocks(elements: int) -> int:
     return -(-elements // block_of(elements))
 
 
-def cut_spans(elements: int, size: int, first: int) -> tuple[Span, ...]:
-    """Cut a tensor into contiguous spans of whole blocks, one a rank.
+@dataclass(frozen=True)
+class ElementCut:
+    """A division of the elements of a tensor into contiguous spans of whole blocks, one a rank.
 
     The first span belongs to rank ``first``, the next ones to the ranks after it, and after the last rank comes rank 0.
     The first spans have one block more where the blocks can't be divided evenly. The last block may be short.
+
+    Attributes:
+        block: Elements of a block.
+        first: Rank that has the beginning of the tensor, from 0 to size - 1.
+        size: Number of ranks, 1 or more.
+    """
+
+    block: Annotated[int, Ge(1), Le(1 << 48)]
+    first: Annotated[int, Ge(0)]
+    size: Annotated[int, Ge(1), Le(MAX_RANKS)]
+
+    def span(self, elements: int, rank: int) -> Span | None:
+        """Return the span of a rank; None if it holds nothing. The first rank holds the empty span of no elements.
+
+        Args:
+            elements: Elements of the tensor.
+            rank: The rank.
+        """
+        position, blocks = (rank - self.first) % self.size, -(-elements // self.block)
+        if position >= max(1, min(self.size, blocks)):
+            return None
+        base, longer = divmod(blocks, self.size)
+        start = self.block * (position * base + min(position, longer))
+        return start, min(start + self.block * (base + (position < longer)), elements)
+
+    def ranks(self, elements: int, span: Span) -> Iterator[int]:
+        """Yield the ranks whose spans have an element of a span of the tensor, in the order of their spans.
+
+        Args:
+            elements: Elements of the tensor.
+            span: The span; the empty one at the beginning of a tensor belongs to the first rank.
+        """
+        start, stop = span
+        base, longer = divmod(-(-elements // self.block), self.size)
+        block, before = start // self.block, longer * (base + 1)  # blocks of the longer spans
+        position = block // (base + 1) if block < before else longer + (block - before) // max(base, 1)
+        at = (self.first + position) % self.size
+        while (own := self.span(elements, at)) is not None and own[0] < max(stop, 1):
+            yield at
+            at, position = (at + 1) % self.size, position + 1
+            if position == self.size:
+                return
+
+
+def cut_spans(elements: int, size: int, first: int) -> tuple[Span, ...]:
+    """Return the span of each rank, in rank order, of a tensor that they cut into blocks of ``block_of``.
 
     Args:
         elements: Elements of the tensor.
@@ -49,16 +100,10 @@ def cut_spans(elements: int, size: int, first: int) -> tuple[Span, ...]:
         first: Rank that has the beginning of the tensor, from 0 to size - 1.
 
     Returns:
-        The span of each rank, in rank order; (0, 0) for ranks that hold nothing of the tensor.
+        The spans: see ``ElementCut``; (0, 0) for ranks that hold nothing of the tensor.
     """
-    block = block_of(elements)
-    base, longer = divmod(num_blocks(elements), size)
-    spans = [(0, 0)] * size
-    for position in range(size if base else longer):
-        start = block * (position * base + min(position, longer))
-        stop = start + block * (base + (position < longer))
-        spans[(first + position) % size] = (start, min(stop, elements))
-    return tuple(spans)
+    cut = ElementCut(block_of(elements), first, size)
+    return tuple(cut.span(elements, rank) or (0, 0) for rank in range(size))
 
 
 def first_ranks(elements: Mapping[str, int], size: int) -> dict[str, int]:
@@ -158,6 +203,68 @@ class Pieces:
         return piece * base + min(piece, longer)
 
 
+class Part(NamedTuple):
+    """A part of a tensor of known shape: some indices along each dim, or a span of the elements at these.
+
+    Attributes:
+        spans: Along each dim, spans of indices, in the order in which the part has them.
+        elements: The span of the elements at these indices, in memory order; None for all. There is one span of indices
+            along each dim then.
+        order: The dims in memory order, outermost first; None for row-major. It matters for spans of elements only.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+    elements: Span | None = None
+    order: tuple[int, ...] | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of a tensor that has the part."""
+        if self.elements is not None:
+            return (self.elements[1] - self.elements[0],)
+        return tuple(sum(stop - start for start, stop in dim) for dim in self.spans)
+
+    def boxes(self) -> list[Box]:
+        """Return the boxes of the part: one for each combination of spans of indices, or those of a span of elements.
+
+        A span of elements of a tensor of d dims has at most 2 d - 1. They are in its order, and the elements of each
+        follow each other in it.
+        """
+        if self.elements is None:
+            return list(product(*self.spans))
+        dims = self._dims
+        found = list[Box]()
+        for box in _boxes([stop - start for start, stop in (self.spans[dim][0] for dim in dims)], *self.elements):
+            by_dim = dict(zip(dims, box, strict=True))
+            at = [start for ((start, _),) in self.spans]
+            found.append(tuple((at[dim] + by_dim[dim][0], at[dim] + by_dim[dim][1]) for dim in range(len(at))))
+        return found
+
+    def pieces(self, held: Tensor) -> list[tuple[Box, Tensor]]:
+        """Return the boxes of the part, each with its view of a tensor that has the part.
+
+        Args:
+            held: The tensor, of the part's shape.
+        """
+        boxes = self.boxes()
+        if self.elements is None:
+            ends = [[*accumulate((stop - start for start, stop in dim), initial=0)] for dim in self.spans]
+            places = product(*([slice(*ends[at : at + 2]) for at in range(len(ends) - 1)] for ends in ends))
+            return [(box, held[place]) for box, place in zip(boxes, places, strict=True)]
+        dims, found, start = self._dims, list[tuple[Box, "Tensor"]](), 0
+        by_dim = [dims.index(dim) for dim in range(len(dims))]
+        for box in boxes:
+            sizes = [box[dim][1] - box[dim][0] for dim in dims]
+            stop = start + math.prod(sizes)
+            found.append((box, held[start:stop].view(sizes).permute(by_dim)))
+            start = stop
+        return found
+
+    @property
+    def _dims(self) -> tuple[int, ...]:
+        return tuple(range(len(self.spans))) if self.order is None else self.order
+
+
 @dataclass(frozen=True)
 class Sharding:
     """The slices of a logical tensor that an actor holds, for any shape of the tensor.
@@ -181,6 +288,11 @@ class Sharding:
         """Return this sharding for tensors of ``num_dims`` dims, without negative dims; scalars are not sharded."""
         return Sharding({dim % num_dims: pieces for dim, pieces in self.dims.items() if num_dims})
 
+    def part(self, shape: Sequence[int]) -> Part:
+        """Return the held part of a tensor of this shape."""
+        own = self.for_dims(len(shape))
+        return Part(tuple(tuple(own[dim].spans(length)) for dim, length in enumerate(shape)))
+
     def take(self, whole: Tensor) -> Tensor:
         """Return the held part of a tensor: a view if it is one slice, else a copy."""
         for dim, pieces in self.dims.items():
@@ -203,12 +315,14 @@ class Shard:
         sharding: The slices that the actor's tensor group leaves to it; dims are not negative.
         elements: The span of the elements of these slices that the actor holds, in memory order; None for all.
         order: The dims in memory order, outermost first; None for row-major. It matters for spans only.
+        cut: The division of the elements of the slices of which ``elements`` is one span; None if it is not known.
     """
 
     whole: Shape
     sharding: Sharding = Sharding()
     elements: Span | None = None
     order: tuple[int, ...] | None = None
+    cut: ElementCut | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -229,19 +343,14 @@ class Shard:
         """Return the first index of the slice along a dim, and the index after its last."""
         return self.sharding[dim].span(self.whole[dim])
 
-    def boxes(self) -> list[Box]:
-        """Return the part as boxes of the logical tensor: one, or at most 2 d - 1 for a span of a tensor of d dims.
+    @property
+    def part(self) -> Part:
+        """The part of the logical tensor."""
+        return self.sharding.part(self.whole)._replace(elements=self.elements, order=self.order)
 
-        The boxes of a span are in its order, and the elements of each follow each other in it.
-        """
-        if self.elements is None:
-            return [tuple(map(self.span, range(len(self.whole))))]
-        dims, offset, shape = self._dims, self.offset, self.shape
-        found = list[Box]()
-        for box in _boxes([shape[dim] for dim in dims], *self.elements):
-            by_dim = dict(zip(dims, box, strict=True))
-            found.append(tuple((at + by_dim[dim][0], at + by_dim[dim][1]) for dim, at in enumerate(offset)))
-        return found
+    def boxes(self) -> list[Box]:
+        """Return the part as boxes of the logical tensor: see ``Part.boxes``."""
+        return self.part.boxes()
 
     def take(self, whole: Tensor) -> Tensor:
         """Return the part of the logical tensor.
@@ -253,12 +362,12 @@ class Shard:
         if self.elements is None:
             return part
         start, stop = self.elements
-        part = part.permute(self._dims)
+        part = part if self.order is None else part.permute(self.order)
         if part.is_contiguous():
             return part.view(-1)[start:stop]
         taken = whole.new_empty(stop - start)
-        for inside, piece in self._pieces(whole, taken):
-            piece.copy_(inside)
+        for box, piece in self.part.pieces(taken):
+            piece.copy_(in_box(whole, box))
         return taken
 
     def put(self, whole: Tensor, part: Tensor) -> None:
@@ -271,21 +380,29 @@ class Shard:
         if self.elements is None:
             self.sharding.take(whole).copy_(part)
             return
-        for inside, piece in self._pieces(whole, part):
-            inside.copy_(piece)
+        for box, piece in self.part.pieces(part):
+            in_box(whole, box).copy_(piece)
 
-    @property
-    def _dims(self) -> tuple[int, ...]:
-        return tuple(range(len(self.whole))) if self.order is None else self.order
 
-    def _pieces(self, whole: Tensor, part: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the views of a whole tensor that make up a span, each with the view of the span."""
-        start = 0
-        for box in self.boxes():
-            inside = whole[tuple(slice(*span) for span in box)].permute(self._dims)
-            piece = part[start : start + inside.numel()]
-            yield inside, piece.view(inside.shape)
-            start += inside.numel()
+def box_at(offset: Shape, shape: Shape) -> Box:
+    """Return the box with an offset and a shape."""
+    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements of a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def common(one: Box, other: Box) -> Box | None:
+    """Return the intersection of two boxes of a tensor; None if it is empty."""
+    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return found if all(start < stop for start, stop in found) else None
+
+
+def in_box(tensor: Tensor, box: Box) -> Tensor:
+    """Return the view of a box of a tensor."""
+    return tensor[tuple(slice(*span) for span in box)]
 
 
 def join_shards(shards: Sequence[Shard], held: Sequence[Tensor]) -> Tensor:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from annotated_types import Ge, Le
+
+from raypar.actors.sharding import ElementCut, Part, Span
 
 Size = Annotated[int, Ge(0), Le(1 << 48)]
 Shape = tuple[Size, ...]
@@ -61,6 +63,74 @@ class Stored:
         return f"{self.key!r} of {self.file!r}"
 
 
+class FileTable:
+    """How pydantic reads and writes the files of ``StoredSpans``: as the number of a table.
+
+    The context of a validation has "table", which returns the files of a number; that of a serialization has "number",
+    which returns the number of files.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: object, handler: object) -> Any:
+        """Return the schema: see pydantic. The actors do not import pydantic."""
+        from pydantic_core import core_schema
+
+        return core_schema.with_info_plain_validator_function(
+            lambda number, about: about.context["table"](number),
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                lambda files, about: about.context["number"](files), info_arg=True
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class StoredSpans:
+    """A slice of which several replicas have written a span of consecutive elements each, in memory order.
+
+    Attributes:
+        key: Name of the span in each shard.
+        offset: Where the slice begins in each dim of the logical tensor.
+        shape: Shape of the slice.
+        order: The dims in memory order, outermost first; () for row-major.
+        cut: How the elements are divided.
+        files: By rank of a replica, the name of the shard with its span. Those that are not known are missing.
+    """
+
+    key: str
+    offset: Shape
+    shape: Shape
+    order: tuple[Size, ...]
+    cut: ElementCut
+    files: Annotated[Mapping[int, str], FileTable]
+
+    def __str__(self) -> str:
+        return f"{self.key!r} in spans of {self.cut.size} files"
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the slice."""
+        return math.prod(self.shape)
+
+    def span(self, rank: int) -> Span | None:
+        """Return the span of a replica; None if it has nothing."""
+        return self.cut.span(self.elements, rank)
+
+    def part(self, span: Span) -> Part:
+        """Return a span as a part of the logical tensor."""
+        spans = tuple(((start, start + size),) for start, size in zip(self.offset, self.shape, strict=True))
+        return Part(spans, span, self.order or None)
+
+    def faults(self) -> Iterator[str]:
+        """Yield what is wrong with the order of the dims and with the cut."""
+        if self.order and sorted(self.order) != list(range(len(self.shape))):
+            yield f"{self} has the dims in the order {list(self.order)[:10]}, which does not name each once"
+        if self.cut.first >= self.cut.size:
+            yield f"{self} begins at replica {self.cut.first}, and there are {self.cut.size}"
+
+
+AnyStored = Stored | StoredSpans
+
+
 @dataclass(frozen=True)
 class Logical:
     """A logical tensor and the stored slices that make it up; each element must be in exactly one slice.
@@ -73,7 +143,7 @@ class Logical:
 
     dtype: str
     shape: Shape
-    slices: tuple[Stored, ...]
+    slices: tuple[AnyStored, ...]
 
     @property
     def nbytes(self) -> int:
@@ -100,15 +170,46 @@ class Logical:
                 else:
                     position = f"offset {list(stored.offset)} and shape {list(stored.shape)}"
                     yield f"{stored} has {position}, which leaves the tensor's shape {list(self.shape)}"
+                yield from stored.faults() if isinstance(stored, StoredSpans) else ()
             yield from tiling_faults(self.shape, inside)
 
-    def _holds(self, stored: Stored) -> bool:
+    def _holds(self, stored: AnyStored) -> bool:
         if not len(stored.offset) == len(stored.shape) == len(self.shape):
             return False
         return all(o + s <= size for o, s, size in zip(stored.offset, stored.shape, self.shape, strict=True))
 
 
-def tiling_faults(shape: Shape, slices: Sequence[Stored]) -> Iterator[str]:
+def merged(parts: Sequence[Logical]) -> Logical:
+    """Put the slices of one logical tensor together, and the files of spans of one slice.
+
+    Args:
+        parts: The tensor as several files have it: of one dtype and shape, with other slices.
+    """
+    boxes, spans = list[AnyStored](), dict[tuple[object, ...], dict[int, str]]()
+    first = dict[tuple[object, ...], StoredSpans]()
+    for stored in (one for part in parts for one in part.slices):
+        if isinstance(stored, Stored):
+            boxes.append(stored)
+        else:
+            of = stored.key, stored.offset, stored.shape, stored.order, stored.cut
+            first.setdefault(of, stored)
+            spans.setdefault(of, {}).update(stored.files)
+    divided = (replace(stored, files=spans[of]) for of, stored in first.items())
+    return Logical(parts[0].dtype, parts[0].shape, (*boxes, *divided))
+
+
+def in_files(logical: Logical, name: Callable[[str], str]) -> Logical:
+    """Return a logical tensor whose files have other names: ``name`` returns the new one of each."""
+    return replace(logical, slices=tuple(_renamed(stored, name) for stored in logical.slices))
+
+
+def _renamed(stored: AnyStored, name: Callable[[str], str]) -> AnyStored:
+    if isinstance(stored, Stored):
+        return replace(stored, file=name(stored.file))
+    return replace(stored, files={rank: name(file) for rank, file in stored.files.items()})
+
+
+def tiling_faults(shape: Shape, slices: Sequence[AnyStored]) -> Iterator[str]:
     """Yield which slices of a shape overlap, and how many elements are in none; missing ones only if none overlap.
 
     Args:
@@ -123,7 +224,7 @@ def tiling_faults(shape: Shape, slices: Sequence[Stored]) -> Iterator[str]:
         yield f"{missing} of its {math.prod(shape)} elements are in no slice"
 
 
-def _tile(shape: Shape, slices: Sequence[Stored]) -> bool:
+def _tile(shape: Shape, slices: Sequence[AnyStored]) -> bool:
     """Return whether slices, none of which leaves a shape, have each element once; False if unknown.
 
     A box is determined by its corners with alternating signs, and so is a sum of boxes: it is the whole exactly if all
@@ -138,7 +239,8 @@ def _tile(shape: Shape, slices: Sequence[Stored]) -> bool:
         return False
     corners = Counter[tuple[int, ...]]()
     whole = Stored("", "", (0,) * len(shape), shape)
-    for sign, boxes in ((1, slices), (-1, [whole])):
+    both: tuple[tuple[int, Sequence[AnyStored]], ...] = (1, slices), (-1, [whole])
+    for sign, boxes in both:
         for box in boxes:
             for ends in product((0, 1), repeat=len(cut)):
                 corner = tuple(box.offset[dim] + end * box.shape[dim] for dim, end in zip(cut, ends, strict=True))
@@ -146,7 +248,7 @@ def _tile(shape: Shape, slices: Sequence[Stored]) -> bool:
     return not any(corners.values())
 
 
-def _overlaps(slices: Sequence[Stored], dims: int) -> Iterator[str]:
+def _overlaps(slices: Sequence[AnyStored], dims: int) -> Iterator[str]:
     """Yield, for each slice that overlaps an earlier one, a fault that names the first such pair."""
     starts = np.array([stored.offset for stored in slices], np.int64).reshape(len(slices), dims)
     ends = starts + np.array([stored.shape for stored in slices], np.int64).reshape(len(slices), dims)

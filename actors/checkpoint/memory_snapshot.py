@@ -12,14 +12,15 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from raypar.actors.checkpoint.logical import Logical, Shape, Stored
+from raypar.actors.checkpoint.logical import AnyStored, Logical, Shape, Stored, StoredSpans, in_files, merged
 from raypar.actors.checkpoint.shards import AtHand, ShardFile, logical_tensors, spelled_dtype
 from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
@@ -28,7 +29,7 @@ from raypar.actors.machine.files import checkpoint_errors, write_whole
 from raypar.actors.machine.memory_files import reserve
 from raypar.actors.machine.process_identity import ProcessIdentity, open_files
 from raypar.actors.safetensors_header import beginning_of, read_beginning
-from raypar.actors.sharding import Shard
+from raypar.actors.sharding import ElementCut, Shard
 from raypar.actors.tensors import nbytes
 
 _UNFINISHED = "-" * 15  # instead of the step while a snapshot is written
@@ -202,10 +203,7 @@ class SnapshotFiles:
         for fd in self._chosen.values():
             for name, part in _Header.of(fd).tensors.items():
                 parts.setdefault(name, []).append(part)
-        return {
-            name: Logical(found[0].dtype, found[0].shape, tuple(one for part in found for one in part.slices))
-            for name, found in parts.items()
-        }
+        return {name: merged(found) for name, found in parts.items()}
 
     def header(self, file: str) -> Mapping[str, tuple[str, Shape]]:
         """Return dtype and shape of each tensor of a rank's file."""
@@ -310,7 +308,7 @@ class _Header:
         found, about = read_beginning(fd, "a snapshot")
         kinds = {name: (one.dtype, one.shape) for name, one in found.items()}
         tensors = {
-            name: Logical(dtype, tuple(shape), tuple(Stored(*one[:2], *map(tuple, one[2:])) for one in slices))
+            name: Logical(dtype, tuple(shape), tuple(map(_stored_from, slices)))
             for name, (dtype, shape, slices) in json.loads(about["tensors"]).items()
         }
         step = None if about["step"] == _UNFINISHED else int(about["step"])
@@ -318,12 +316,26 @@ class _Header:
 
     def beginning(self, tensors: Mapping[str, Tensor]) -> bytes:
         """Return the beginning of a file for tensors of these kinds, after which their data is aligned."""
-        about = {
-            name: [one.dtype, one.shape, [[s.file, s.key, s.offset, s.shape] for s in one.slices]]
-            for name, one in self.tensors.items()
-        }
+        about = {name: [one.dtype, one.shape, [*map(_plain, one.slices)]] for name, one in self.tensors.items()}
         kinds = [(name, *kind, nbytes(tensors[name])) for name, kind in self.kinds.items()]
         return beginning_of(kinds, {"step": _UNFINISHED, "tensors": json.dumps(about)}, _ALIGNMENT)
+
+
+def _plain(stored: AnyStored) -> list[object]:
+    """Return a slice as plain data for the header of a snapshot; ``_stored_from`` reads it."""
+    if isinstance(stored, Stored):
+        return [stored.key, stored.offset, stored.shape, stored.file]
+    cut = stored.cut
+    of_spans = [stored.order, [cut.block, cut.first, cut.size], [*stored.files.items()]]
+    return [stored.key, stored.offset, stored.shape, *of_spans]
+
+
+def _stored_from(plain: Sequence[Any]) -> AnyStored:
+    key, offset, shape, *rest = plain
+    if len(rest) == 1:
+        return Stored(rest[0], key, tuple(offset), tuple(shape))
+    order, cut, files = rest
+    return StoredSpans(key, tuple(offset), tuple(shape), tuple(order), ElementCut(*cut), dict(files))
 
 
 def _step_of(fd: int) -> int | None:
@@ -362,9 +374,6 @@ def write_snapshots(files: SnapshotFiles, step: int, shares: Iterable[SnapshotOw
             memoryview(content) as view,
         ):
             size, sha256 = write_whole(folder / name, [view])
-        there = {
-            key: replace(one, slices=tuple(replace(part, file=name) for part in one.slices))
-            for key, one in tensors.items()
-        }
+        there = {key: in_files(one, {str(share.rank): name}.__getitem__) for key, one in tensors.items()}
         found.append((ShardFile(name, size, sha256), there))
     return found

@@ -5,6 +5,7 @@ torch is imported only where a tensor is made or read.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge
 from safetensors import SafetensorError, safe_open
 
-from raypar.actors.checkpoint.logical import DTYPES, Logical, Stored
+from raypar.actors.checkpoint.logical import DTYPES, AnyStored, Logical, Stored, StoredSpans, merged
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors, plain_size, write_whole
 from raypar.actors.models.tiles.tile_names import untiled
@@ -64,7 +65,11 @@ def stored_in(file: str, name: str, tensor: Tensor, shard: Shard | None = None) 
         CheckpointError: Shard files cannot hold the tensor's dtype.
     """
     shard = shard or Shard(tuple(tensor.shape))
-    stored = Stored(file, name, shard.offset, tuple(tensor.shape))
+    stored: AnyStored = Stored(file, name, shard.offset, tuple(tensor.shape))
+    if shard.elements is not None:
+        assert shard.cut is not None, "a span in a file belongs to a division"
+        rank = next(shard.cut.ranks(math.prod(shard.shape), shard.elements))
+        stored = StoredSpans(name, shard.offset, shard.shape, shard.order or (), shard.cut, {rank: file})
     return Logical(spelled_dtype(name, tensor), shard.whole, (stored,))
 
 
@@ -79,11 +84,10 @@ def logical_tensors(file: str, tensors: Mapping[str, Tensor], shards: Mapping[st
     Raises:
         CheckpointError: Shard files cannot hold a tensor's dtype.
     """
-    found = dict[str, Logical]()
+    found = dict[str, list[Logical]]()
     for name, tensor in tensors.items():
-        part, whole = stored_in(file, name, tensor, shards.get(name)), untiled(name)
-        found[whole] = Logical(part.dtype, part.shape, (*(found[whole].slices if whole in found else ()), *part.slices))
-    return found
+        found.setdefault(untiled(name), []).append(stored_in(file, name, tensor, shards.get(name)))
+    return {whole: merged(parts) for whole, parts in found.items()}
 
 
 def write_shard(

@@ -17,7 +17,7 @@ from raypar.actors.checkpoint.shards import ShardFile, logical_tensors, write_sh
 from raypar.actors.errors import CheckpointError, OffloadError
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.tiles.tile_names import untiled
-from raypar.actors.sharding import Shard, Sharding
+from raypar.actors.sharding import Part, Shape, Shard
 from raypar.actors.tensors import nbytes
 
 SCALER = "loss_scale"  # the checkpoint's name of the numbers of a LossScaler
@@ -119,7 +119,10 @@ class Copies:
 
 
 def reader(
-    source: ShardSource, tensors: Mapping[str, Logical], stored_names: Mapping[str, str], own: Callable[[str], Sharding]
+    source: ShardSource,
+    tensors: Mapping[str, Logical],
+    stored_names: Mapping[str, str],
+    own: Callable[[str, str, Shape], Part],
 ) -> Read:
     """Return a function that reads an actor's parts of tensors from a checkpoint or a snapshot.
 
@@ -127,14 +130,15 @@ def reader(
         source: Where the shards are read from.
         tensors: Logical tensors by name.
         stored_names: For each copy of a tied weight, the name under which the checkpoint stores the weight.
-        own: Returns the actor's part of a weight, by the actor's name of it.
+        own: Returns the actor's part of a weight or of its optimizer state, by the actor's name of the weight, the key
+            of the state and the shape of the logical tensor.
     """
     assembler = Assembler(source)
 
     def read(weight: str, kept: str = "") -> Tensor | None:
         whole = untiled(weight)
         logical = tensors.get(logical_name(stored_names.get(whole, whole), kept))
-        return None if logical is None else assembler.read(logical, own(weight).for_dims(len(logical.shape)))
+        return None if logical is None else assembler.read_part(logical, own(weight, kept, logical.shape))
 
     return read
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from raypar.actors.collective.flat_cut import FlatCut
-from raypar.actors.sharding import Shard, Span, cut_spans
+from raypar.actors.sharding import ElementCut, Shard, Span, block_of
 from raypar.actors.tensors import memory_order
 
 _ALIGNMENT = 64  # elements: tensors begin at multiples of it, so that the kernels' vectors are aligned
 
 
 class ReplicaCut(NamedTuple):
-    """How the replicas of a tensor divide its elements among them: see ``cut_spans``.
+    """How the replicas of a tensor divide its elements among them: see ``ElementCut``.
 
     Attributes:
         first: The rank that has the beginning of the tensor.
@@ -38,8 +38,8 @@ class ReplicaCut(NamedTuple):
         """
         if self.is_whole:
             return {self.first: (0, elements)}
-        spans = cut_spans(elements, self.size, self.first)
-        return {rank: span for rank, span in enumerate(spans) if span != (0, 0)} or {self.first: (0, 0)}
+        cut = self._of(elements)
+        return {rank: span for rank in range(self.size) if (span := cut.span(elements, rank)) is not None}
 
     def shard(self, parameter: Tensor) -> Shard | None:
         """Return the part of a parameter that this actor holds, a span or the whole; None if it holds nothing of it.
@@ -53,7 +53,11 @@ class ReplicaCut(NamedTuple):
         shape, order = tuple(parameter.shape), memory_order(torch.empty_like(parameter, device="meta"))
         if self.is_whole:
             return Shard(shape)
-        return Shard(shape, elements=span, order=None if order == tuple(range(len(shape))) else order)
+        order_or_none = None if order == tuple(range(len(shape))) else order
+        return Shard(shape, elements=span, order=order_or_none, cut=self._of(parameter.numel()))
+
+    def _of(self, elements: int) -> ElementCut:
+        return ElementCut(block_of(elements), self.first, self.size)
 
 
 class CutLayout:

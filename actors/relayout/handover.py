@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -14,10 +13,9 @@ from raypar.actors.checkpoint.shards import AtHand
 from raypar.actors.collective.group import Group
 from raypar.actors.portions import portions
 from raypar.actors.relayout.moves import Boxes, HeldTensors, Kind, TensorMove
-from raypar.actors.sharding import Box, Shape, Shard, Sharding
+from raypar.actors.sharding import Box, Part, Shape, Shard, common, in_box
 from raypar.actors.tensors import nbytes
 
-Spans = tuple[tuple[tuple[int, int], ...], ...]  # along each dim, the spans that an actor needs, in order
 CHUNK = 8 << 20  # bytes of a message, unless one element has more
 
 
@@ -95,13 +93,13 @@ class WantedTensor(NamedTuple):
         weight: The actor's name of the weight, or of another tensor.
         kept: Its optimizer state, such as ``exp_avg``; "" for the weight itself.
         tensors: Logical names; the first that exists is loaded.
-        sharding: The part of the logical tensor to load.
+        part: Returns the part to load of a logical tensor of some shape.
     """
 
     weight: str
     kept: str
     tensors: tuple[str, ...]
-    sharding: Sharding
+    part: Callable[[Shape], Part]
 
 
 class TensorPart(NamedTuple):
@@ -109,28 +107,11 @@ class TensorPart(NamedTuple):
 
     Attributes:
         tensor: The logical tensor's name.
-        spans: Its indices along each dim.
+        part: The part.
     """
 
     tensor: str
-    spans: Spans
-
-    @property
-    def boxes(self) -> list[Box]:
-        """The boxes of the part."""
-        return list(product(*self.spans))
-
-    def view_of(self, tensor: Tensor, box: Box) -> Tensor | None:
-        """Return the view of a box in a tensor with this part; None if the box is not in it."""
-        index = []
-        for spans, (start, stop) in zip(self.spans, box, strict=True):
-            offset = 0
-            for first, last in spans:
-                if first <= start and stop <= last:
-                    index.append(slice(offset + start - first, offset + stop - first))
-                    break
-                offset += last - first
-        return tensor[tuple(index)] if len(index) == len(box) else None
+    part: Part
 
 
 def wanted_parts(wanted: Iterable[WantedTensor], shapes: Mapping[str, Shape]) -> dict[tuple[str, str], TensorPart]:
@@ -144,9 +125,7 @@ def wanted_parts(wanted: Iterable[WantedTensor], shapes: Mapping[str, Shape]) ->
     for one in wanted:
         tensor = next((name for name in one.tensors if name in shapes), None)
         if tensor is not None:
-            own = one.sharding.for_dims(len(shapes[tensor]))
-            spans = tuple(tuple(own[dim].spans(length)) for dim, length in enumerate(shapes[tensor]))
-            found[one.weight, one.kept] = TensorPart(tensor, spans)
+            found[one.weight, one.kept] = TensorPart(tensor, one.part(shapes[tensor]))
     return found
 
 
@@ -154,7 +133,7 @@ def boxes_of_parts(parts: Iterable[TensorPart]) -> Boxes:
     """Return the boxes of parts of tensors, each once, by the tensor's name."""
     found: dict[str, dict[Box, None]] = {}
     for part in dict.fromkeys(parts):
-        found.setdefault(part.tensor, {}).update(dict.fromkeys(part.boxes))
+        found.setdefault(part.tensor, {}).update(dict.fromkeys(part.part.boxes()))
     return {tensor: tuple(boxes) for tensor, boxes in found.items()}
 
 
@@ -173,11 +152,11 @@ class Handover:
         self._received: dict[str, dict[TensorPart, Tensor]] = {}  # by logical name
         for name, shard, tensor in pieces:
             shard = shard or Shard(tuple(tensor.shape))
-            box = tuple(shard.span(dim) for dim in range(len(shard.whole)))
-            if box not in self._pieces.setdefault(name, {}):
+            known, part = self._pieces.setdefault(name, {}), shard.part
+            self._kinds[name] = Kind(str(tensor.dtype).removeprefix("torch."), shard.whole)
+            if not known.keys() >= set(part.boxes()):
                 with at([tensor]):
-                    self._pieces[name][box] = tensor.detach().to("cpu", copy=True)
-                self._kinds[name] = Kind(str(tensor.dtype).removeprefix("torch."), shard.whole)
+                    known.update(part.pieces(tensor.detach().to("cpu", copy=True)))
 
     @property
     def holding(self) -> HeldTensors:
@@ -207,9 +186,7 @@ class Handover:
         """
         rank = 0 if group is None else group.rank
         for part in dict.fromkeys(self._wanted.values()):
-            kind = self._kinds[part.tensor]
-            shape = [sum(stop - start for start, stop in spans) for spans in part.spans]
-            empty = torch.empty(shape, dtype=getattr(torch, kind.dtype))
+            empty = torch.empty(part.part.shape, dtype=getattr(torch, self._kinds[part.tensor].dtype))
             self._received.setdefault(part.tensor, {})[part] = empty
         sends, receives = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for move in moves:
@@ -235,14 +212,18 @@ class Handover:
 
     def _cut(self, move: TensorMove) -> Tensor:
         """Return the view of the part that a move reads from this actor."""
-        for box, tensor in self._pieces[move.tensor].items():
-            part = TensorPart(move.tensor, tuple((span,) for span in box))
-            if (view := part.view_of(tensor, move.box)) is not None:
-                return view
+        if (view := next(_inside(self._pieces[move.tensor].items(), move.box), None)) is not None:
+            return view
         raise LookupError(f"{move.tensor!r} {list(move.box)} is not here")
 
     def _views(self, move: TensorMove) -> Iterator[Tensor]:
         """Yield the views into which a move to this actor writes."""
         for part, tensor in self._received[move.tensor].items():
-            if (view := part.view_of(tensor, move.box)) is not None:
-                yield view
+            yield from _inside(part.part.pieces(tensor), move.box)
+
+
+def _inside(pieces: Iterable[tuple[Box, Tensor]], box: Box) -> Iterator[Tensor]:
+    """Yield the views of a box in those of larger boxes that have it."""
+    for there, view in pieces:
+        if common(there, box) == box:
+            yield in_box(view, tuple((a - at, b - at) for (a, b), (at, _) in zip(box, there, strict=True)))

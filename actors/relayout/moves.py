@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heapreplace
 from typing import NamedTuple
 
-from raypar.actors.sharding import Box, Shape
+from raypar.actors.sharding import Box, common, volume
 
 Boxes = Mapping[str, Sequence[Box]]
 """by logical name of a tensor, boxes of it"""
@@ -125,22 +125,6 @@ def moves_between(
                     moves.append(TensorMove(source, actor, tensor, part))
                     given[source] += (source != actor) * volume(part) * sizes[tensor]
     return moves
-
-
-def box_at(offset: Shape, shape: Shape) -> Box:
-    """Return the box with an offset and a shape."""
-    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def volume(box: Box) -> int:
-    """Return the number of elements of a box."""
-    return math.prod(stop - start for start, stop in box)
-
-
-def common(one: Box, other: Box) -> Box | None:
-    """Return the intersection of two boxes of a tensor; None if it is empty."""
-    found = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-    return found if all(start < stop for start, stop in found) else None
 
 
 def without(box: Box, part: Box) -> Iterator[Box]:

@@ -6,13 +6,13 @@ Imports no torch.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.logical import AnyStored, Logical, Stored
 from raypar.actors.checkpoint.snapshot_address import SnapshotOwner
-from raypar.actors.relayout.moves import Boxes, BoxFinder, box_at
-from raypar.actors.sharding import Box, Shape
+from raypar.actors.relayout.moves import Boxes, BoxFinder
+from raypar.actors.sharding import Box, Shape, box_at
 
 
 class StoredBoxes(NamedTuple):
@@ -34,9 +34,19 @@ ShareContents = Mapping[str, StoredBoxes]
 def contents_of(tensors: Mapping[str, Logical]) -> ShareContents:
     """Return the contents of a share, from the logical tensors that are stored in its files."""
     return {
-        name: StoredBoxes(logical.shape, tuple(box_at(one.offset, one.shape) for one in logical.slices))
+        name: StoredBoxes(logical.shape, tuple(box for one in logical.slices for box in _boxes_of(one)))
         for name, logical in tensors.items()
     }
+
+
+def _boxes_of(stored: AnyStored) -> Iterator[Box]:
+    """Yield the boxes of a slice that are in known files."""
+    if isinstance(stored, Stored) or not stored.elements:
+        yield box_at(stored.offset, stored.shape)
+        return
+    for rank in stored.files:
+        if (span := stored.span(rank)) is not None:
+            yield from stored.part(span).boxes()
 
 
 class ShareIndex:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from raypar.actors.optim.votes import PendingReport
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.relayout.handover import WantedTensor, boxes_of_parts, wanted_parts
 from raypar.actors.relayout.moves import Boxes
-from raypar.actors.sharding import Shape, Shard, Sharding
+from raypar.actors.sharding import Part, Shape, Shard, Sharding
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import is_first_holder
 from raypar.actors.worker.build.model_part import ModelPart
@@ -242,7 +243,7 @@ class WorkerState:
         Raises:
             CheckpointError: It can't be read.
         """
-        self.adopt(reader(source, tensors, self._stored_names, self._sharding))
+        self.adopt(reader(source, tensors, self._stored_names, self._own))
 
     def adopt(self, read: Read) -> None:
         """Load the weights, optimizer state and buffers that a function returns for ``wanted_tensors``."""
@@ -275,7 +276,10 @@ class WorkerState:
         Unlike its share of a checkpoint it includes tensors that other actors have too.
         """
         self.context.device.enter()
-        yield from ((self._stored_as(one.weight, one.kept), one.shard, one.tensor) for one in self._state())
+        is_mixed = self.context.plan.run.precision.is_mixed
+        for one in self._state():
+            if is_mixed or one.kept or one.weight not in self.part.parts or one.tensor is self.parameters[one.weight]:
+                yield self._stored_as(one.weight, one.kept), one.shard, one.tensor
 
     def wanted_tensors(self) -> Iterator[WantedTensor]:
         """Yield the tensors that ``adopt`` reads, if they exist."""
@@ -283,13 +287,13 @@ class WorkerState:
         every = dict.fromkeys([*(key for keys in STATE_KEYS.values() for key in keys), AVERAGE])
         wanted = [(name, "") for name in self.parameters] + [(name, key) for name in updated for key in every]
         for weight, kept in wanted:
-            yield WantedTensor(weight, kept, (self._stored_as(weight, kept),), self._sharding(weight))
-        yield WantedTensor(SCALER, "", (SCALER,), Sharding())
+            yield WantedTensor(weight, kept, (self._stored_as(weight, kept),), partial(self._own, weight, kept))
+        yield WantedTensor(SCALER, "", (SCALER,), Sharding().part)
         for stage in self.stages.values():
             for buffer in {**stage.buffers(), **stage.frozen()}:
                 own = buffer_name(self.context.dp, buffer)
                 either = own, buffer_name(0, buffer)  # there may have been fewer replicas
-                yield WantedTensor(own, "", either, Sharding())
+                yield WantedTensor(own, "", either, Sharding().part)
 
     def wanted(self, shapes: Mapping[str, Shape]) -> Boxes:
         """Return the parts of logical tensors that ``load`` reads, given the shapes of all existing tensors."""
@@ -331,7 +335,7 @@ class WorkerState:
             yield StateTensor(weight, kept, tensor, shard, self.is_saver(weight, tensor))
         if not context.plan.run.precision.is_mixed:  # else the layers' weights do not have the dtype of a checkpoint
             for name, parameter in self.parameters.items():
-                if name not in updated:
+                if name not in updated or name in self.part.parts:
                     yield StateTensor(name, "", parameter, self._shard(name), is_saved=False)
         if context.leads and context.cp == 0:
             yield from (StateTensor(name, "", buffer, None, is_saved=True) for name, buffer in self.buffers())
@@ -349,8 +353,18 @@ class WorkerState:
         shards = {name: one.shard for name, one in share.items() if one.shard is not None}
         return {name: one.tensor for name, one in share.items()}, shards
 
+    def _own(self, weight: str, kept: str, shape: Shape) -> Part:
+        """Return the part of a logical tensor of some shape that this actor loads.
+
+        Its layers need all that its tensor group leaves to it of a weight, and the optimizer its own part of a state.
+        """
+        part, updated = self._sharding(weight).part(shape), self.part.parts.get(weight)
+        if not kept or not shape or updated is None:
+            return part
+        return part._replace(elements=updated.elements, order=updated.order)
+
     def _sharding(self, weight: str) -> Sharding:
-        """Return this actor's part of a weight and of its optimizer state."""
+        """Return what this actor's tensor group leaves to it of a weight and of its optimizer state."""
         tile, shard = tile_of(weight), self.part.shards.get(weight)
         sharding = Sharding() if tile is None else Sharding({0: tile})
         return sharding if shard is None else sharding.then(shard.sharding)
@@ -363,7 +377,7 @@ class WorkerState:
     def _span(self, weight: str, shard: Shard) -> Shard:
         """Return the part that this actor updates of a shard of a weight: all of it, or a span."""
         part = self.part.parts.get(weight)
-        return shard if part is None else replace(shard, elements=part.elements, order=part.order)
+        return shard if part is None else replace(shard, elements=part.elements, order=part.order, cut=part.cut)
 
     def _shard(self, weight: str) -> Shard | None:
         """Return the part of its logical tensor that the layers have of a weight; None for the whole."""
@@ -406,28 +420,15 @@ class WorkerState:
             master = self.masters.get(name, parameter)
             for each in {id(one): one for one in (parameter, master)}.values():
                 with self.storage.accessible([each], writes=True):
-                    each.copy_(self._of(name, weight) if name in self.part.parts and each is master else weight)
+                    part = self.part.parts.get(name) if each is master else None
+                    each.copy_(weight if part is None else part.take(weight))
         for name in self.part.parts:
-            if (part := read(name, _PART)) is not None:
-                self.masters[name].copy_(part)
+            if (kept := read(name, _PART)) is not None:
+                self.masters[name].copy_(kept)
         self.part.masters.publish()
-        self.update.load(self._parts_read(read))
+        self.update.load(read)
         if (numbers := read(SCALER, "")) is not None:
             self.scaler.load(numbers)
-
-    def _of(self, name: str, held: Tensor) -> Tensor:
-        """Return the part that this actor updates of a tensor that is sharded like a weight of the layers."""
-        part = self.part.parts.get(name)
-        return held if part is None or not held.dim() or held.shape != part.whole else part.take(held)
-
-    def _parts_read(self, read: Read) -> Read:
-        """Return a function that reads the parts that this actor updates of what ``read`` returns."""
-
-        def of(weight: str, kept: str = "") -> Tensor | None:
-            found = read(weight, kept)
-            return None if found is None else self._of(weight, found)
-
-        return of
 
     def _load_buffers(self, read: Read) -> None:
         for stage in self.stages.values():

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.logical import Logical, Stored, StoredSpans
 from raypar.actors.checkpoint.shards import ShardFile, read_header
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors, plain_size, read_plain, sha256_of
@@ -16,7 +16,7 @@ from raypar.config.fields import short_repr
 from raypar.paths import step_of
 from raypar.schedules.schedule import first_faults
 
-Expected = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a shard, by key
+ExpectedTensors = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of each tensor of a shard, by key
 
 
 def checkpoint_faults(path: Path) -> list[str]:
@@ -83,24 +83,57 @@ def file_faults(path: Path, manifest: Manifest, *, digests: bool) -> Iterator[st
         yield from error.faults
         return
     yield from (f"{short_repr(name)} is in the folder, but not in the manifest" for name in sorted(there - listed))
-    expected = _expected(manifest.tensors)
+    expected = _Expected(manifest.tensors)
     for file in manifest.files:
         if file.name not in there:  # this also covers names that lead out of the folder
             yield f"{file.name!r} is missing"
         else:
-            yield from _shard_faults(path, file, expected.get(file.name, {}), digests)
+            yield from expected.faults(file.name)
+            yield from _shard_faults(path, file, expected.of(file.name), digests)
 
 
-def _expected(tensors: dict[str, Logical]) -> dict[str, Expected]:
-    """Return the dtype and shape of each stored tensor, by file and key."""
-    found: defaultdict[str, Expected] = defaultdict(dict)
-    for logical in tensors.values():
-        for stored in logical.slices:
-            found[stored.file][stored.key] = (logical.dtype, stored.shape)
-    return found
+class _Expected:
+    """The tensors that shards should have, by file; those of spans are listed for one file at a time.
+
+    Args:
+        tensors: All logical tensors.
+    """
+
+    def __init__(self, tensors: Mapping[str, Logical]) -> None:
+        self._whole = defaultdict[str, ExpectedTensors](dict)
+        self._spans = dict[int, list[tuple[str, StoredSpans]]]()  # by the identity of the table of files
+        self._tables = defaultdict[str, list[tuple[int, int]]](list)  # by file, tables and ranks in them
+        for logical in tensors.values():
+            for stored in logical.slices:
+                if isinstance(stored, Stored):
+                    self._whole[stored.file][stored.key] = (logical.dtype, stored.shape)
+                    continue
+                table = id(stored.files)
+                if table not in self._spans:
+                    for rank, file in stored.files.items():
+                        self._tables[file].append((table, rank))
+                self._spans.setdefault(table, []).append((logical.dtype, stored))
+
+    def of(self, file: str) -> ExpectedTensors:
+        """Return dtype and shape of each tensor of a shard, by key."""
+        return self._whole.get(file, {}) | dict(self._spans_of(file))
+
+    def faults(self, file: str) -> Iterator[str]:
+        """Yield the keys of a shard that are taken for several slices, if one of these is in spans."""
+        taken = {*self._whole.get(file, {})}
+        for key, _ in self._spans_of(file):
+            if key in taken:
+                yield f"{short_repr(key)} of {file!r} is taken for several slices"
+            taken.add(key)
+
+    def _spans_of(self, file: str) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
+        for table, rank in self._tables.get(file, ()):
+            for dtype, stored in self._spans[table]:
+                if (span := stored.span(rank)) is not None:
+                    yield stored.key, (dtype, (span[1] - span[0],))
 
 
-def _shard_faults(path: Path, file: ShardFile, expected: Expected, digests: bool) -> Iterator[str]:
+def _shard_faults(path: Path, file: ShardFile, expected: ExpectedTensors, digests: bool) -> Iterator[str]:
     try:
         with checkpoint_errors(f"{file.name!r} can't be read"):
             if (size := plain_size(path / file.name)) != file.size:

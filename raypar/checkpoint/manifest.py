@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ from pydantic import FailFast, JsonValue, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from raypar.actors.bounds import Step
-from raypar.actors.checkpoint.logical import Logical
+from raypar.actors.checkpoint.logical import Logical, Stored, StoredSpans, merged
 from raypar.actors.checkpoint.shards import ShardFile, is_plain
 from raypar.actors.errors import CheckpointError
 from raypar.config.fields import short_repr
@@ -23,7 +23,10 @@ from raypar.schedules.schedule import first_faults
 
 MANIFEST = "manifest.json"
 MAX_BYTES = 64 << 20  # each slice takes about 120 bytes
-_FORMAT, _VERSION = "raypar checkpoint", 1
+_FORMAT = "raypar checkpoint"
+_WHOLE_SLICES, _SPANS = 1, 2  # versions: each slice is one tensor of one file; replicas may have spans of a slice
+
+Files = Mapping[int, str]  # of the spans of a slice, by rank
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class Manifest:
         files: The shards. A checkpoint has no files but these and the manifest.
         raypar: Version of raypar that wrote it.
         format: Name of the file format.
-        version: Version of the file format.
+        version: Version of the file format: 2 if replicas have written spans of slices, else 1.
         base: Fingerprint of the weights that the adapters belong to, if there are adapters alone; else "".
         sha256: Digest of the manifest's text with an empty string in place of this digest.
     """
@@ -50,7 +53,7 @@ class Manifest:
     files: Annotated[tuple[ShardFile, ...], FailFast()]
     raypar: str
     format: str = _FORMAT
-    version: int = _VERSION
+    version: int = _WHOLE_SLICES
     base: str = ""
     sha256: str = ""
 
@@ -66,13 +69,22 @@ class Manifest:
         for name, logical in self.tensors.items():
             yield from (f"tensor {short_repr(name)}: {fault}" for fault in logical.faults())
             for stored in logical.slices:
-                takers[stored.file, stored.key].append(name)
+                if isinstance(stored, Stored):
+                    takers[stored.file, stored.key].append(name)
+                elif len(stored.files) != stored.cut.size:
+                    count = f"{len(stored.files)} files, not {stored.cut.size}"
+                    yield f"tensor {short_repr(name)}: the spans of {short_repr(stored.key)} are in {count}"
         for (file, key), owners in takers.items():
             if file not in names:
                 yield f"tensor {short_repr(owners[0])}: its file {short_repr(file)} is not in the list of files"
             if len(owners) > 1:
                 many = f"{len(owners)} slices, of {short_repr(owners[0])} first"
                 yield f"{short_repr(key)} of {short_repr(file)} is taken for {many}"
+        for files in _tables(self.tensors):
+            if unlisted := [file for file in files.values() if file not in names]:
+                yield f"the file {short_repr(unlisted[0])} of spans is not in the list of files"
+            if len({*files.values()}) < len(files):
+                yield f"a file is listed for several replicas, beside {short_repr(files[0])}"
 
 
 def manifest_of(
@@ -104,9 +116,10 @@ def manifest_of(
         kinds = {(part.dtype, part.shape) for part in parts}
         if len(kinds) > 1:
             faults.append(f"tensor {name!r}: its slices are of different tensors: {sorted(kinds)}")
-        slices = tuple(stored for part in parts for stored in part.slices)
-        tensors[name] = Logical(parts[0].dtype, parts[0].shape, slices)
-    manifest = Manifest(step, seed, dict(run), tensors, tuple(file for file, _ in shards), _own_version(), base=base)
+        tensors[name] = merged(parts)
+    tensors, files = _with_tables(tensors), tuple(file for file, _ in shards)
+    version = _SPANS if any(_tables(tensors)) else _WHOLE_SLICES
+    manifest = Manifest(step, seed, dict(run), tensors, files, _own_version(), version=version, base=base)
     faults = faults or list(manifest.faults())
     CheckpointError.raise_if(faults)
     return manifest
@@ -115,7 +128,7 @@ def manifest_of(
 def encode(manifest: Manifest) -> bytes:
     """Return the manifest's text, with its digest. Raises CheckpointError if the run is not plain data."""
     try:
-        plain = _reader().dump_python(manifest, warnings=False)  # five times as fast as dataclasses.asdict
+        plain = _plain(manifest)
         blank = _text({**plain, "sha256": ""})
         return _text({**plain, "sha256": hashlib.sha256(blank).hexdigest()})
     except (TypeError, ValueError, RecursionError) as error:
@@ -137,10 +150,11 @@ def decode(raw: bytes) -> tuple[Manifest | None, list[str]]:
         return None, [f"{MANIFEST} is not JSON: {error}"]
     if not isinstance(plain, dict) or plain.get("format") != _FORMAT:
         return None, [f"{MANIFEST} is not that of a raypar checkpoint"]
-    if plain.get("version") != _VERSION:
-        return None, [f"{MANIFEST} has version {short_repr(plain.get('version'))}, this raypar reads {_VERSION}"]
+    if plain.get("version") not in (_WHOLE_SLICES, _SPANS):
+        known = f"this raypar reads {_WHOLE_SLICES} and {_SPANS}"
+        return None, [f"{MANIFEST} has version {short_repr(plain.get('version'))}, {known}"]
     try:
-        manifest = _reader().validate_json(raw, strict=True)
+        manifest = _reader().validate_json(raw, strict=True, context={"table": _TablesRead(plain)})
     except ValidationError as error:
         return None, first_faults(
             f"{MANIFEST}: {short_repr('.'.join(map(str, one['loc'])))[1:-1]} "
@@ -154,6 +168,75 @@ def decode(raw: bytes) -> tuple[Manifest | None, list[str]]:
     except CheckpointError as error:
         faults += error.faults
     return manifest, faults
+
+
+def _tables(tensors: Mapping[str, Logical]) -> list[Files]:
+    """Return the files of all slices of which replicas have spans, each table once, in the order of the tensors."""
+    found = {id(one.files): one.files for of in tensors.values() for one in of.slices if isinstance(one, StoredSpans)}
+    return list(found.values())
+
+
+def _with_tables(tensors: Mapping[str, Logical]) -> dict[str, Logical]:
+    """Return tensors whose equal files are one table.
+
+    A slice with fewer blocks than replicas has spans of some of them only, and a table of these in the order of spans.
+    """
+    tables = dict[tuple[str, ...], Files]()
+
+    def in_table(stored: StoredSpans) -> StoredSpans:
+        ranks, cut = list(range(stored.cut.size)), stored.cut
+        if len(stored.files) < cut.size:
+            ranks = [rank for rank in (*ranks[cut.first :], *ranks[: cut.first]) if rank in stored.files]
+            cut = replace(cut, first=0, size=len(ranks))
+            if list(map(cut.span, [stored.elements] * len(ranks), range(len(ranks)))) != list(map(stored.span, ranks)):
+                return stored  # a file is missing
+        names = tuple(stored.files[rank] for rank in ranks)
+        return replace(stored, cut=cut, files=tables.setdefault(names, dict(enumerate(names))))
+
+    return {
+        name: replace(of, slices=tuple(in_table(one) if isinstance(one, StoredSpans) else one for one in of.slices))
+        for name, of in tensors.items()
+    }
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    """Return a manifest as plain data: the files of spans are numbers in "tables", which have numbers of files."""
+    tables, number_of = _tables(manifest.tensors), {file.name: number for number, file in enumerate(manifest.files)}
+    table_of = {id(files): number for number, files in enumerate(tables)}
+    plain: dict[str, Any] = _reader().dump_python(  # five times as fast as dataclasses.asdict
+        manifest, warnings=False, context={"number": lambda files: table_of[id(files)]}
+    )
+    if tables:
+        plain["tables"] = [[number_of.get(files[rank], files[rank]) for rank in sorted(files)] for files in tables]
+    return plain
+
+
+class _TablesRead:
+    """The tables of files in the plain data of a manifest, by number. Each is read once, and only if it is used.
+
+    Args:
+        plain: The plain data.
+    """
+
+    def __init__(self, plain: Mapping[str, Any]) -> None:
+        self._plain, self._read = plain, dict[int, Files]()
+
+    def __call__(self, number: object) -> Files:
+        """Return the files of a table. Raises ValueError if there is no such table."""
+        if type(number) is not int or self._plain.get("version") != _SPANS:
+            raise ValueError("it is no table of files")
+        if number not in self._read:
+            try:
+                files, table = self._plain["files"], self._plain["tables"]
+                chosen = [files[one]["name"] for one in table[number] if 0 <= one < len(files)]
+                if not 0 <= number < len(table) or len(chosen) != len(table[number]):
+                    raise IndexError
+                if not chosen or not all(isinstance(name, str) for name in chosen):
+                    raise TypeError
+            except (KeyError, IndexError, TypeError):
+                raise ValueError("there is no such table of files") from None
+            self._read[number] = dict(enumerate(chosen))
+        return self._read[number]
 
 
 def _text(plain: Mapping[str, Any]) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from raypar.actors.relayout.handover import Handover
-from raypar.actors.relayout.moves import moves_between, volume
+from raypar.actors.relayout.moves import moves_between
+from raypar.actors.sharding import volume
 from tests.support.local_groups import local_groups
 from tests.support.team import Team
 from tests.support.threads import in_threads

@@ -6,9 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from raypar.actors.relayout.moves import box_at
 from raypar.actors.relayout.share_index import ShareContents, StoredBoxes
-from raypar.actors.sharding import Box, Pieces, Shard, Sharding
+from raypar.actors.sharding import Box, Pieces, Shard, Sharding, box_at
 
 ROWS, COLUMNS = 8192, 1  # of each weight
 

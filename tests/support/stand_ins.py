@@ -26,10 +26,10 @@ from raypar.actors.checkpoint.shards import ShardFile
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.errors import ActionError
 from raypar.actors.machine.process_identity import ProcessIdentity
-from raypar.actors.relayout.moves import HeldTensors, Kind, volume
+from raypar.actors.relayout.moves import HeldTensors, Kind
 from raypar.actors.relayout.share_index import ShareContents, ShareIndex
 from raypar.actors.safetensors_header import beginning_of
-from raypar.actors.sharding import Shard
+from raypar.actors.sharding import Shard, volume
 from raypar.actors.specs.results import Located, Progress, Span, StepResult
 from raypar.cluster.deaths.process_monitor import ProcessReport
 from tests.support.stand_in_parts import boxes_of, contents_of, nbytes_of, parts_of, saved_parts

@@ -19,8 +19,8 @@ from raypar.actors.relayout.moves import (
     assigned,
     lacking,
     moves_between,
-    volume,
 )
+from raypar.actors.sharding import volume
 from raypar.actors.specs.run import Run
 from raypar.cluster.calls.calls import Calls
 from raypar.cluster.lifecycle.actors import Actors

@@ -10,7 +10,6 @@ from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.sharding import num_blocks
-from raypar.actors.specs import worlds
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
@@ -26,14 +25,6 @@ from tests.support.thread_jobs import TeamJob
 def wide(count=2, width=40):
     """Weights of 26 blocks and biases of one, so that some replicas have no part of a bias."""
     return lambda: [nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4)) for _ in range(count)]
-
-
-@pytest.fixture
-def cut(monkeypatch):
-    def switch(*levels):
-        monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset(levels))
-
-    return switch
 
 
 def trained(steps=3, **fields):

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raypar.actors.relayout.moves import TensorMove, common, moves_between, volume, without
+from raypar.actors.relayout.moves import TensorMove, moves_between, without
+from raypar.actors.sharding import common, volume
 from tests.support.relayouts import bytes_between
 
 WHOLE = {"w": [((0, 4), (0, 6))]}
