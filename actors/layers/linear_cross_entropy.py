@@ -107,6 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             largest = finite_logs(logits.amax(-1))
             total = logits.sub_(largest.unsqueeze(-1)).exp_().sum(-1)
             sums = torch.logaddexp(sums, largest + total.log())
+            del logits  # before the next ones are made
         if spec.vocabulary.combine is not None:
             sums, chosen = spec.vocabulary.combine(sums, chosen)
         ctx.spec, ctx.weight = spec, weight  # hooks of saved tensors return other objects
@@ -126,15 +127,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scales = gradient.masked_fill(labels == spec.ignored, 0.0).unsqueeze(-1)
         for part, where, own in _slices(weight, labels, spec):
             logits = bent(spec.products.linear(x, weight[part], None), spec.cap)
-            rows = logits.to(sums.dtype, copy=spec.cap is not None).sub_(sums.unsqueeze(-1)).exp_()
-            rows = rows.scatter_add_(-1, where, -own.unsqueeze(-1).to(rows.dtype)).mul_(scales)
-            if spec.cap is not None:
-                rows *= 1 - (logits / spec.cap).square_()
-            rows = rows.to(x.dtype)
+            slopes = None if spec.cap is None else (logits / spec.cap).square_().neg_().add_(1)
+            exact = logits.to(sums.dtype)
+            del logits
+            exact.sub_(sums.unsqueeze(-1)).exp_()
+            exact.scatter_add_(-1, where, -own.unsqueeze(-1).to(exact.dtype)).mul_(scales)
+            rows = (exact if slopes is None else exact.mul_(slopes)).to(x.dtype)
+            del exact, slopes
             if total is not None:
                 total += spec.products.inner(rows, weight[part])
             if of_weight is not None:
                 torch.mm(rows.t(), x, out=of_weight[part])
+            del rows  # before the next logits are made
         return None if total is None else total.to(x.dtype), of_weight, None, None
 
 

@@ -13,6 +13,7 @@ from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
 from raypar.planner.hardware.data_sheets import Device
+from raypar.planner.memory.activations import loss_slice
 from raypar.planner.timing.layer import LayerOperation, embedding_parts, head_parts, layer_parts
 from raypar.planner.timing.messages import Messages
 from raypar.planner.timing.roofline import Roofline
@@ -124,6 +125,8 @@ def _ends(run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages) 
     """Return the seconds of the embedding and of the head; each has one sum over tensor ranks."""
     first = _spent(embedding_parts(run, model), roofline)._replace(messages=messages.tensor)
     last = _spent(head_parts(run, model), roofline)._replace(replies=messages.tensor)
+    if loss_slice(run, model) is not None:  # makes logits again in the backward, and all gradients at once
+        last = last._replace(again=last.forward, weights=0.0)
     return first, last
 
 
