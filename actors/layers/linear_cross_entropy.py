@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.layers.linear import GradientMemory, Products
-from raypar.actors.tensors import bent, finite_logs
+from raypar.actors.tensors import Values, bent, finite_logs
 
 
 class Vocabulary(NamedTuple):
@@ -44,12 +44,12 @@ class Labels:
     A stage sets ``now`` before it runs its layers, also when it runs them again.
 
     Attributes:
-        now: The labels (B, S) int64; None if no loss is computed.
+        now: The labels, one tensor (B, S) int64; () if none of them counts, and None if no loss is computed.
         vocabulary: This actor's part of the vocabulary; None if logits must be computed whole.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self.now: Tensor | None = None
+        self.now: Values | None = None
         self.vocabulary: Vocabulary | None = vocabulary
 
 

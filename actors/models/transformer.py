@@ -118,12 +118,15 @@ class Projection(nn.Module):
 
     def forward(self, x_BSD: Tensor, out: nn.Module, *, whole: bool) -> Tensor:
         """Apply the layer ``out``. ``whole``: return logits in any case."""
-        labels_BS, vocabulary = self._labels.now, self._labels.vocabulary
+        labels, vocabulary = self._labels.now, self._labels.vocabulary
         width = vocabulary_slice(x_BSD.shape[:-1].numel(), self._vocab)
         is_plain = isinstance(out, nn.Linear) and not is_watched(out) and undisturbed(x_BSD)
-        if whole or width is None or labels_BS is None or vocabulary is None or not is_plain:
+        if whole or width is None or labels is None or vocabulary is None or not is_plain:
             return bent(out(x_BSD), self._cap)
+        if not labels:  # the gradients are 0, as without tokens
+            return bent(out(x_BSD[:, :0]), self._cap)
         assert isinstance(out, nn.Linear)
+        (labels_BS,) = labels
         later = out.postponer if isinstance(out, Postponable) else None
         memory = later.take_memory if later is not None and later.wants(x_BSD, out) else anywhere
         spec = LossSpec(vocabulary, width, IGNORED, self._cap, products_of(out), memory)

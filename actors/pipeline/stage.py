@@ -550,7 +550,7 @@ class Stage:
         if self.model.slices is not None:
             self.model.slices.turn_to(step, microbatch, of_batch=of_batch)
         if self.model.labels is not None:
-            self.model.labels.now = target[0] if target else None
+            self.model.labels.now = target
 
 
 def _worth_leaving(modules: Iterable[nn.Module], others: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

@@ -270,7 +270,7 @@ class _Plain:
             self.model.documents.turn(self._source.extents("train", step, microbatch, dp).on(self._device), number)
         count = self.model.count(target)
         if self.model.labels is not None:
-            self.model.labels.now = target[0] if count else None
+            self.model.labels.now = target if count else ()
         skipped = Skipped(self.model.skips, self.model.names)
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import raypar as rp
 from raypar.actors.layers import linear_cross_entropy
@@ -16,6 +17,14 @@ from tests.support.tensor_teams import TINY, error, longer
 
 MODEL = replace(TINY, seq=8)
 LLAMA = rp.Llama(layers=2, hidden=16, heads=4, kv_heads=2, ffn=24, seq=8, vocab=11)
+
+
+def sometimes_none(step, microbatch, dp):
+    """Of the first microbatch no label counts."""
+    ids, labels = longer(step, microbatch, dp)
+    return ids, labels if microbatch else torch.full_like(labels, -100)
+
+
 LAYOUTS = {
     "one actor": {},
     "tied": {"model": replace(MODEL, tied=True)},
@@ -34,6 +43,12 @@ LAYOUTS = {
     "zero 3": {"mesh": rp.Mesh(dp=2), "zero": 3, "microbatches": 1},
     "lora": {"model": replace(LLAMA, lora=rp.Lora(rank=2))},
     "experts": {"model": replace(LLAMA, moe=rp.MoE(experts=4))},
+    "no labels in a microbatch": {"mesh": rp.Mesh(pp=2, tp=2), "data": rp.Batches(sometimes_none, sometimes_none)},
+    "no labels, zero bubble": {
+        "mesh": rp.Mesh(pp=2),
+        "schedule": "zb-h1",
+        "data": rp.Batches(sometimes_none, sometimes_none),
+    },
     "slices of the sequence": {"mesh": rp.Mesh(pp=2), "token_slices": 2},
 }
 
