@@ -13,7 +13,6 @@ from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import Split
 from raypar.planner.hardware.data_sheets import Device
-from raypar.planner.memory.activations import loss_slice
 from raypar.planner.timing.layer import LayerOperation, embedding_parts, head_parts, layer_parts
 from raypar.planner.timing.messages import Messages
 from raypar.planner.timing.roofline import Roofline
@@ -75,7 +74,9 @@ def stage_layers(model: GPT | Llama, split: Split, num_stages: int) -> tuple[ran
     return split_layers(split, transformer_costs(model), num_stages)
 
 
-def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, num_stages: int) -> list[StageSeconds]:
+def stages_of(
+    run: Run, model: GPT | Llama, device: Device, messages: Messages, num_stages: int, *, slices_loss: bool
+) -> list[StageSeconds]:
     """Return the seconds of each stage; the first one's with the embedding, and the last one's with the head.
 
     Args:
@@ -84,6 +85,7 @@ def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, 
         device: What each actor has.
         messages: The seconds of messages of a microbatch.
         num_stages: Number of stages.
+        slices_loss: Whether the loss is computed from slices of the vocabulary.
     """
     roofline = Roofline.of(device, half=run.precision.is_half)
     kinds = [
@@ -91,6 +93,8 @@ def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, 
     ]
     each = {kind: _layer(run, model, roofline, messages, *kind) for kind in dict.fromkeys(kinds)}
     ends = _ends(run, model, roofline, messages)
+    if slices_loss:  # the head makes logits again in its backward, and all gradients at once
+        ends = ends[0], ends[1]._replace(again=ends[1].forward, weights=0.0)
     stages = []
     for stage, layers in enumerate(stage_layers(model, run.split, num_stages)):
         counted = [(each[kind], times) for kind, times in Counter(kinds[layers.start : layers.stop]).items()]
@@ -125,8 +129,6 @@ def _ends(run: Run, model: GPT | Llama, roofline: Roofline, messages: Messages) 
     """Return the seconds of the embedding and of the head; each has one sum over tensor ranks."""
     first = _spent(embedding_parts(run, model), roofline)._replace(messages=messages.tensor)
     last = _spent(head_parts(run, model), roofline)._replace(replies=messages.tensor)
-    if loss_slice(run, model) is not None:  # makes logits again in the backward, and all gradients at once
-        last = last._replace(again=last.forward, weights=0.0)
     return first, last
 
 

@@ -98,7 +98,7 @@ def test_a_backward_makes_the_logits_again_and_leaves_no_gradient_of_the_head_fo
     run = run_of(LLAMA_8B, precision=rp.Precision("bf16"))
     silent = Messages(tensor=0.0, context=0.0, hides=False, experts=0.0, border=0.0)
     sliced, whole = (
-        stages_of(one, LLAMA_8B, DEVICES["h100"], silent, 2)[1] for one in (run, replace(run, tile={"head.out": 2}))
+        stages_of(run, LLAMA_8B, DEVICES["h100"], silent, 2, slices_loss=slices)[1] for slices in (True, False)
     )
     product = 2 * 8192 * 4096 * 128_256 / DEVICES["h100"].half
     assert sliced.forward == whole.forward
