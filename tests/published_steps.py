@@ -10,11 +10,13 @@ from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.planner.hardware.cluster import Cluster
 from raypar.planner.hardware.data_sheets import DEVICES, LINKS
-from raypar.planner.timing.messages import LADDER, RAYPAR, Software
+from raypar.planner.timing.messages import LADDER, Software
 from raypar.planner.timing.step import StepModel
 
 #: Megatron-LM of 2021.
-MEGATRON = Software(scatters=True, hides="alone")
+MEGATRON = Software(scatters=True, hides="alone", slices_loss=False)
+#: That of Llama 3, whose loss is of whole logits (Llama Team 2024, section 3.3.2).
+LLAMA_3 = Software(slices_loss=False)
 
 
 class Row(NamedTuple):
@@ -124,4 +126,4 @@ def paper_of_llama(row: LlamaRow) -> StepModel:
         bucket_mb=512,
     )
     cluster = Cluster(DEVICES["h100"], 16 * row.dp, 8, LINKS["nvlink4"], LINKS["ethernet-400"], 8)
-    return StepModel(run, model, cluster, LADDER, RAYPAR)
+    return StepModel(run, model, cluster, LADDER, LLAMA_3)

@@ -544,8 +544,8 @@ MAY_IMPORT = {
     "raypar/planner/formulas": "",
     "raypar/planner/hardware": "schedules",
     "raypar/planner/memory": (
-        "actors actors/machine actors/mesh actors/models actors/specs raypar/planner/sizes schedules "
-        "schedules/simulation"
+        "actors actors/machine actors/mesh actors/models actors/models/tiles actors/specs raypar/planner/sizes "
+        "schedules schedules/simulation"
     ),
     "raypar/planner/operators": (
         "actors actors/autograd actors/collective actors/models actors/models/own raypar/planner/hardware "

@@ -92,6 +92,9 @@ class Postponer(Protocol):
     def postpone(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
         """Postpone the gradients of a weight and a bias, in a backward."""
 
+    def take_memory(self, weight: Tensor) -> Tensor | None:
+        """Return memory for a weight's gradient, which a backward computes now; None: new."""
+
 
 class Postponable(nn.Module):
     """A custom module of linear layers that can postpone the gradients of its weights.
@@ -350,13 +353,13 @@ class SharedInputLinears(nn.Module):
         """
         return (
             self.together
-            and all(isinstance(linear, Linear) and linear.bias is None and not _watched(linear) for linear in linears)
+            and all(isinstance(linear, Linear) and linear.bias is None and not is_watched(linear) for linear in linears)
             and sum(linear.weight.numel() for linear in linears) <= _MOST
             and undisturbed(x)
             and suits_onednn(x, *(linear.weight for linear in linears))
         )
 
 
-def _watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
     """Return whether a module has hooks on its calls, or a wrapped forward."""
     return has_call_hooks(module) or "forward" in vars(module)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
+from raypar.actors.layers.linear_cross_entropy import Labels
 from raypar.actors.models.init.deferred_init import as_kind_of, slots_of
 from raypar.actors.models.module_tree import modules_named
 from raypar.actors.models.partition import split_layers
@@ -105,6 +106,7 @@ class Model(ABC):
             it where it divides the vocabulary.
         documents: Where documents begin in the present microbatch; None if the layers ignore documents.
         slices: The present slice of a microbatch; None if the layers compute whole sequences only.
+        labels: The labels of the present microbatch; None if no layer computes their loss.
         skips: Pairs of layers: the second one takes the output of the first one, one tensor, as a further argument,
             after the output of the layer before it.
         is_deferred: Whether the user's function built the layers on the meta device, so that tensors that
@@ -121,6 +123,7 @@ class Model(ABC):
     is_deferred: bool = False
     documents: Documents | None = None
     slices: TokenSlices | None = None
+    labels: Labels | None = None
     skips: tuple[tuple[int, int], ...] = ()
 
     _origin: tuple[Model, Change] | None = None  # the model that this one is a changed copy of, and the change

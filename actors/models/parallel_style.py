@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Groups
 from raypar.actors.layers.dropout import sharded_dropout
+from raypar.actors.layers.linear_cross_entropy import Vocabulary
 from raypar.actors.models.base import CrossEntropy, Kind
 from raypar.actors.models.placed_step import PlacedStep
 from raypar.actors.sharding import Shard, Sharding
@@ -27,6 +28,7 @@ class Applied(NamedTuple):
         outputs: Sharding of the output of the module (under "") and of modules in it (under their names), as far as a
             parity check can compare them.
         cross_entropy: Replaces the model's cross-entropy, if the module's outputs are sharded logits.
+        vocabulary: This actor's part of the vocabulary, if the cross-entropy may be computed from slices of it.
     """
 
     module: nn.Module
@@ -34,6 +36,7 @@ class Applied(NamedTuple):
     partial: Mapping[str, Groups] = {}
     outputs: Mapping[str, Sharding] = {}
     cross_entropy: CrossEntropy | None = None
+    vocabulary: Vocabulary | None = None
 
 
 class ParallelStyle(ABC):

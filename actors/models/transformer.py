@@ -21,7 +21,8 @@ from raypar.actors.layers.attention.attention_scratch import ScratchAllocator
 from raypar.actors.layers.attention.kv_cache import Incremental
 from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
-from raypar.actors.layers.linear import linear_of
+from raypar.actors.layers.linear import Postponable, anywhere, is_watched, linear_of, products_of, undisturbed
+from raypar.actors.layers.linear_cross_entropy import Labels, LossSpec, Vocabulary, linear_cross_entropy
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added_positions, between
 from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
 from raypar.actors.models.init.deferred_init import Unfilled, on_meta
@@ -31,7 +32,7 @@ from raypar.actors.models.partition import transformer_costs
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.lora import LORA, is_adapter
-from raypar.actors.specs.model import GPT, Llama, Transformer
+from raypar.actors.specs.model import GPT, Llama, Transformer, vocabulary_slice
 from raypar.actors.tensors import Values, bent
 
 
@@ -105,16 +106,49 @@ class DecoderBlock(nn.Module):
         return out
 
 
-class Head(nn.Module):
-    """Final norm and projection to the vocabulary: (B, S, D) -> logits (B, S, V)."""
+class Projection(nn.Module):
+    """Project to the vocabulary by a linear layer: (B, S, D) -> logits (B, S, V), or losses of tokens (B, S) in fp32.
 
-    def __init__(self, spec: Transformer, norm: nn.Module) -> None:
+    It has no weights. It returns losses if labels are known and ``vocabulary_slice`` says that there are many logits.
+    """
+
+    def __init__(self, spec: Transformer, labels: Labels) -> None:
         super().__init__()
-        self.norm, self._cap = norm, spec.logit_cap
+        self._vocab, self._cap, self._labels = spec.vocab, spec.logit_cap, labels
+
+    def forward(self, x_BSD: Tensor, out: nn.Module, *, whole: bool) -> Tensor:
+        """Apply the layer ``out``. ``whole``: return logits in any case."""
+        labels, vocabulary = self._labels.now, self._labels.vocabulary
+        width = vocabulary_slice(x_BSD.shape[:-1].numel(), self._vocab)
+        is_plain = isinstance(out, nn.Linear) and not is_watched(out) and undisturbed(x_BSD)
+        if whole or width is None or labels is None or vocabulary is None or not is_plain:
+            return bent(out(x_BSD), self._cap)
+        if not labels:  # the gradients are 0, as without tokens
+            return bent(out(x_BSD[:, :0]), self._cap)
+        assert isinstance(out, nn.Linear)
+        (labels_BS,) = labels
+        later = out.postponer if isinstance(out, Postponable) else None
+        memory = later.take_memory if later is not None and later.wants(x_BSD, out) else anywhere
+        spec = LossSpec(vocabulary, width, IGNORED, self._cap, products_of(out), memory)
+        loss_T = linear_cross_entropy(x_BSD.flatten(0, -2), out.weight, labels_BS.flatten(), spec)
+        return loss_T.view(labels_BS.shape)
+
+
+class Head(nn.Module):
+    """Final norm and projection to the vocabulary: (B, S, D) -> logits (B, S, V), or losses (B, S).
+
+    It returns the losses of tokens where ``Projection`` does. A hook on the head gets logits.
+    """
+
+    def __init__(self, spec: Transformer, norm: nn.Module, labels: Labels) -> None:
+        super().__init__()
+        self.norm = norm
+        self.project = Projection(spec, labels)
         self.out = linear_of(spec.linear)(spec.hidden, spec.vocab, bias=False)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return bent(self.out(self.norm(x_BSD)), self._cap)
+        out: Tensor = self.project(self.norm(x_BSD), self.out, whole=is_watched(self))
+        return out
 
 
 def _with_experts(plan: TensorPlan, spec: Transformer) -> TensorPlan:
@@ -154,11 +188,12 @@ class TransformerModel(Model):
         ("blocks.*.drop", "drop"),
         ("head.norm", "norm"),
         ("head.out", "logits"),
-        ("head.out", "enter"),
+        ("head.project", "enter"),
     )
 
     documents: Documents
     slices: TokenSlices
+    labels: Labels
 
     def __init__(self, spec: GPT | Llama) -> None:
         self.spec = spec
@@ -169,6 +204,7 @@ class TransformerModel(Model):
             self.tensor_plan = _with_experts(self.tensor_plan, spec)
         self.ties = (("embed.tokens.weight", "head.out.weight"),) if spec.tied else ()
         self.documents, self.slices, self._joint = Documents(), TokenSlices(), JointLoss()
+        self.labels = Labels(Vocabulary(spec.vocab))
         layer = partial(self._layer, between(spec), ScratchAllocator())
         with on_meta():
             super().__init__([*map(layer, range(len(self.names)))])
@@ -203,11 +239,12 @@ class TransformerModel(Model):
         """Return the mean cross-entropy in nats per token.
 
         Args:
-            output: Logits (B, S, V).
+            output: Logits (B, S, V), or the losses of tokens (B, S).
             target: Labels (B, S) int64. Labels of -100 are ignored; if all are -100, the loss is 0.
         """
-        (logits_BSV,), (labels_BS,) = output, target
-        total = self.cross_entropy(logits_BSV.flatten(0, 1), labels_BS.flatten())
+        (out,), (labels_BS,) = output, target
+        has_losses = out.dim() == labels_BS.dim()
+        total = out.sum() if has_losses else self.cross_entropy(out.flatten(0, 1), labels_BS.flatten())
         mean: Tensor = total / (labels_BS != IGNORED).sum().clamp(min=1)  # counted on the labels' device: no sync
         return mean
 
@@ -245,7 +282,7 @@ class TransformerModel(Model):
         if index == 0:
             return Embedding(spec, self.documents, self.slices)
         if index not in self.body:
-            return Head(spec, self.norm())
+            return Head(spec, self.norm(), self.labels)
         block = index - self.body.start
         window = spec.window_of(block)
         attn = Attention(spec, encoding, scratch, window=window, documents=self.documents, slices=self.slices)

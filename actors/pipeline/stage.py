@@ -518,7 +518,7 @@ class Stage:
         modules = self.modules if head or not self.is_last else self.modules[:-1]
         with self._first_time.guarded("train" if self._train else "eval") if has_batch else nullcontext():
             for number, (index, module) in enumerate(zip(self.layers, modules, strict=False)):
-                prepare = partial(self._prepare, step, microbatch, index, of_batch=has_batch)
+                prepare = partial(self._prepare, step, microbatch, index, target)
                 prepare()
                 values = skipped.inputs(index, values)
                 if self.weights is not None:
@@ -540,14 +540,17 @@ class Stage:
                 return values
             return self.model.figures(values, target, train=self._train, is_half=self.is_half)
 
-    def _prepare(self, step: int, microbatch: int, layer: int, *, of_batch: bool) -> None:
-        """Seed a layer for a microbatch, and select its documents and slice."""
+    def _prepare(self, step: int, microbatch: int, layer: int, target: Values | None) -> None:
+        """Seed a layer for a microbatch, and select its documents, slice and labels."""
+        of_batch = target is not None
         self.device.seed(derive(self.seed, "layer", step, microbatch, layer))
         if self.model.documents is not None:
             program: ProgramName = "train" if self._train else "evaluate"
             self.model.documents.turn_to(program if of_batch else None, step, microbatch)
         if self.model.slices is not None:
             self.model.slices.turn_to(step, microbatch, of_batch=of_batch)
+        if self.model.labels is not None:
+            self.model.labels.now = target
 
 
 def _worth_leaving(modules: Iterable[nn.Module], others: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

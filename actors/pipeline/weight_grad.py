@@ -202,7 +202,7 @@ class Linears:
 
     def _hook_of(self, layer: nn.Linear) -> object:
         """Return the hook under which a layer may save tensors: only replaced layers, which hold their weights."""
-        return self.hook if isinstance(layer, (DeferredLinear, Postponable)) else None
+        return self.hook if isinstance(layer, Postponable) else None
 
     def call(self, x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         """Return the outputs of layers of one kind for one input. This class computes their weights' gradients."""
@@ -214,7 +214,7 @@ class Linears:
         if self._halves:
             outs = _Halved.apply(self, products, pairs, x, self.anchor)  # type: ignore[no-untyped-call]
         else:
-            outs = LinearProduct.apply(products, self._take_memory, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
+            outs = LinearProduct.apply(products, self.take_memory, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]
         return outs
 
     def postpone(self, weight: Tensor, bias: Tensor | None, use: Use) -> None:
@@ -222,11 +222,12 @@ class Linears:
         if self.deferred is not None:
             self.deferred.add(weight, bias, use)
 
-    def _take_memory(self, weight: Tensor) -> Tensor | None:
+    def take_memory(self, weight: Tensor) -> Tensor | None:
+        """Return memory for the first gradient of a weight since ``begin``; None for new memory. See ``Postponer``."""
         return _take_memory(self.memory, weight)
 
 
-class DeferredLinear(nn.Linear):
+class DeferredLinear(nn.Linear, Postponable):
     """A replacement of a linear layer, with its parameters: (..., in) -> (..., out).
 
     Args:
@@ -236,7 +237,7 @@ class DeferredLinear(nn.Linear):
 
     def __init__(self, layer: nn.Linear, linears: Linears) -> None:
         vars(self).update(vars(layer))
-        self.linears = linears
+        self.linears = self.postponer = linears
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.linears.wants(input, self):

@@ -23,6 +23,8 @@ LinearKind = Literal["auto", "onednn", "torch"]
 Gelu = Literal["exact", "tanh"]
 Gate = Literal["silu", "gelu", "gelu_tanh"]
 BLOCK_TOKENS = 64  # tokens in a block of queries
+_SLICE_LOGITS = 1 << 26  # logits at a time of a loss that is computed from slices of the vocabulary
+_SLICE_STEP = 128  # which widths of slices are multiples of
 KEPT_SCORES_BYTES = 12 << 20  # bytes of scores that an actor keeps for backwards at most, by default
 # Below these sizes torch's own kernel is faster.
 BLOCKS_FROM_TOKENS = 256  # tokens in the sequence
@@ -358,6 +360,23 @@ class Layers:
     def goes_by_length(self) -> bool:
         """Whether the output for a token depends on the text's length, so that texts are computed one by one."""
         return bool(getattr(self.fn, "goes_by_length", False))
+
+
+def vocabulary_slice(num_tokens: float, vocab: int) -> int | None:
+    """Return how many ids a slice has if a cross-entropy is computed from slices of the vocabulary.
+
+    It depends on nothing but these sizes, so that layouts do not change numbers.
+
+    Args:
+        num_tokens: Number of tokens of a microbatch on an actor.
+        vocab: Size of the whole vocabulary, also if actors divide it.
+
+    Returns:
+        The number of ids; None if there are so few logits that they are computed whole.
+    """
+    if num_tokens * vocab <= _SLICE_LOGITS:
+        return None
+    return max(1, int(_SLICE_LOGITS / num_tokens) // _SLICE_STEP) * _SLICE_STEP
 
 
 def _divisor_near(wanted: int, whole: int) -> int:

@@ -10,8 +10,32 @@ from torch import Tensor
 from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.collective.group import Group
+from raypar.actors.layers.linear_cross_entropy import Vocabulary
 from raypar.actors.sharding import Shard
 from raypar.actors.tensor_parallel.plan_guard import mark
+from raypar.actors.tensors import finite_logs
+
+
+def vocabulary_part(shard: Shard, group: Group) -> Vocabulary:
+    """Return a member's part of the vocabulary, for a loss from slices of it.
+
+    Three all_reduces of one number per token combine the members' sums, as those of ``vocab_parallel_cross_entropy``.
+
+    Args:
+        shard: This member's part of the vocabulary, along dim 0.
+        group: The members.
+    """
+
+    def combine(sums: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        largest = sums.clone()
+        group.all_reduce(largest, "max").wait()
+        largest = finite_logs(largest)
+        total = (sums - largest).exp_()
+        group.all_reduce(total).wait()
+        group.all_reduce(chosen).wait()
+        return largest + total.log(), chosen
+
+    return Vocabulary(shard.whole[0], shard.span(0)[0], combine)
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, shard: Shard, group: Group, ignored: int) -> Tensor:

@@ -29,7 +29,7 @@ from raypar.actors.models.moe import MixtureOfExperts
 from raypar.actors.models.parallel_style import Applied, AxisStyles, ParallelStyle, ShardedDropout, apply_to_children
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.specs.lora import LORA
-from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from raypar.actors.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy, vocabulary_part
 from raypar.actors.tensor_parallel.linear import (
     ColumnParallelFan,
     ColumnParallelLinear,
@@ -293,8 +293,9 @@ class LogitsParallel(ParallelStyle):
 
     def apply(self, name: str, module: nn.Module) -> Applied:
         applied = self.column.apply(name, module)
-        loss = partial(vocab_parallel_cross_entropy, shard=applied.shards["weight"], group=self.group, ignored=IGNORED)
-        return applied._replace(cross_entropy=loss)
+        shard = applied.shards["weight"]
+        loss = partial(vocab_parallel_cross_entropy, shard=shard, group=self.group, ignored=IGNORED)
+        return applied._replace(cross_entropy=loss, vocabulary=vocabulary_part(shard, self.group))
 
 
 @dataclass(frozen=True)

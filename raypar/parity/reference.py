@@ -268,6 +268,9 @@ class _Plain:
         target = self._device.to(self._source.targets("train", step, microbatch, dp))
         if self.model.documents is not None:
             self.model.documents.turn(self._source.extents("train", step, microbatch, dp).on(self._device), number)
+        count = self.model.count(target)
+        if self.model.labels is not None:
+            self.model.labels.now = target if count else ()
         skipped = Skipped(self.model.skips, self.model.names)
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))
@@ -275,7 +278,6 @@ class _Plain:
             skipped.keep(index, values)
         if self._run.precision.is_half:
             values = cast_floating(values, torch.float32)
-        count = self.model.count(target)
         loss = self.model.loss(values, target) if count else self.model.no_loss(values)
         weight = self._mean.weight(count, self._scaler.scale).to(loss)
         if watch is not None:

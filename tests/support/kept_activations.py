@@ -50,12 +50,12 @@ def count(tensor):
     return tensor
 
 
-def kept(stage, x):
-    """Elements that a forward keeps, weights left out; what shares its memory counts once."""
+def kept(stage, x, target=()):
+    """Elements that a forward keeps, of the last stage with a target; weights left out, shared memory counted once."""
     own = {parameter.untyped_storage().data_ptr() for module in stage.modules for parameter in module.parameters()}
     COUNTED.held = {}
     with saved_tensors_hooks(count, lambda tensor: tensor):
-        stage.forward(0, 0, (x,), ())
+        stage.forward(0, 0, (x,), target)
     return sum(tensor.untyped_storage().nbytes() / 4 for at, tensor in COUNTED.held.items() if at not in own)
 
 

@@ -132,6 +132,8 @@ class Parallelizer:
                 outputs |= {f"{path}.{own}".rstrip("."): sharding for own, sharding in applied.outputs.items()}
                 if applied.cross_entropy is not None:
                     self._model.cross_entropy = applied.cross_entropy
+                    if self._model.labels is not None:
+                        self._model.labels.vocabulary = applied.vocabulary
                     outputs[name] = applied.outputs[""]  # the layer ends in the logits
             replace_modules(layer, replacements)
         self.shards |= {f"{name}.{inner}": shard for inner, shard in found.items()}

@@ -21,6 +21,7 @@ from raypar.actors.specs.run import Run
 from raypar.planner.assumed_rates import Rates
 from raypar.planner.calibrated.calibration import Calibration, Kind
 from raypar.planner.cost_model import seconds_after_update, seconds_of_run
+from raypar.planner.memory.activations import loss_slice
 from raypar.planner.memory.worker import element_bytes
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.action import COMPUTE, SENDS, Action, Op
@@ -206,7 +207,11 @@ def stage_seconds(sized: SizedRun, stage: int, blocks: range, calibration: Calib
         head = head_products(run, model, calibration, tp)
         there, back = calibration.beside("head", num_logits(run, model, tp))
         forward += head.forward + there
-        backward, later = backward + head.backward + back, later + head.later
+        backward += head.backward + back
+        if loss_slice(run, model) is None:
+            later += head.later
+        else:  # makes logits again, and all gradients at once
+            backward += head.forward + there
     return {Op.F: forward, Op.B: backward, Op.I: max(0.0, backward + longer - later), Op.W: later}
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.partition import split_layers, transformer_costs
+from raypar.actors.models.tiles.tile_names import tile_count, tile_patterns
 from raypar.actors.specs.model import (
     BLOCK_TOKENS,
     BLOCKS_FROM_QUERIES,
@@ -27,6 +28,7 @@ from raypar.actors.specs.model import (
     GPT,
     KEPT_SCORES_BYTES,
     Llama,
+    vocabulary_slice,
 )
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
@@ -130,27 +132,63 @@ def _scores(run: Run, model: GPT | Llama, layers: range) -> StageBytes:
 def stage_activations(run: Run, model: GPT | Llama, layers: range, num_blocks: int) -> StageBytes:
     """Return the bytes that a stage keeps and needs of a microbatch."""
     ranks, sbh = run.mesh.tensor_ranks, model.seq * run.micro_batch_size * model.hidden
-    logits, element = model.seq * run.micro_batch_size * model.vocab / ranks, _element(run)
+    element = _element(run)
     words = [word_of(run.recompute, range(num_blocks), layer) for layer in layers]
     kinds = [*zip(words, map(model.num_experts, layers), strict=True)]
     sizes = {kind: (_block(run, model, *kind), _block(run, model, "none", kind[1])) for kind in {*kinds}}
     each = [sizes[kind] for kind in kinds]
-    own, head = element * _part(run) * sbh, layers.stop == num_blocks
+    own, head = element * _part(run) * sbh, _head(run, model) if layers.stop == num_blocks else None
     own_numbers = _NUMBER * model.seq * run.micro_batch_size if ranks > 1 else 0  # of those tokens that a rank knows
     ends = (own if model.dropout else 0.0) + own_numbers if layers.start == 0 else 0.0
-    if head:
-        ends += 2 * own + _norms(run, model, count=1) + _FP32 * logits + own_numbers
-        if model.logit_cap is not None:
-            ends += element * logits
+    if head is not None:
+        ends += 2 * own + _norms(run, model, count=1) + head.kept + own_numbers
     kept = float_sum(own for own, _ in each) + ends
     passing = max((full - own for own, full in each), default=0.0)  # a layer run again
     if run.recompute == "full":  # the whole stage is run again from its inputs
         kept, passing = (own if layers.start else 0), float_sum(full for _, full in each) + ends
-    passing += (_FP32 + element) * logits if head else 0  # the layers' logits, and the gradient of those in fp32
     left = [experts for word, experts in kinds if run.recompute == "full" or word != "full"]  # blocks that leave a W
-    deferred = float_sum(_deferred(run, model, experts) for experts in left) + (own + element * logits if head else 0.0)
+    deferred = float_sum(_deferred(run, model, experts) for experts in left)
+    if head is not None:
+        passing += head.passing
+        deferred += own + head.deferred if head.deferred else 0.0
     inputs = own if layers.start else 0.0
     return StageBytes(*(round(part / run.mesh.cp) for part in (kept, passing, deferred, inputs)))
+
+
+def loss_slice(run: Run, model: GPT | Llama) -> int | None:
+    """Return how many ids a slice of the vocabulary has from which a run's loss is computed; None: logits are whole.
+
+    Grids and tiled heads compute whole logits.
+    """
+    if run.mesh.grid is not None or tile_count(tile_patterns(model, run.tile), "head.out") > 1:
+        return None
+    return vocabulary_slice(model.seq * run.micro_batch_size / run.mesh.cp / run.token_slices, model.vocab)
+
+
+class _Head(NamedTuple):
+    """Bytes of the logits and losses of a microbatch, of all parts of the sequence; attributes as of ``StageBytes``."""
+
+    kept: float
+    passing: float
+    deferred: float
+
+
+def _head(run: Run, model: GPT | Llama) -> _Head:
+    """Return the bytes of the head beside its inputs.
+
+    From slices of the vocabulary the loss keeps a number of each token. Its backward needs a slice's logits, in fp32
+    and, if layers compute in half precision, in their dtype, with more of their size for a cap; and in half precision
+    it adds up the gradient of its input in fp32.
+    """
+    tokens, ranks, element = model.seq * run.micro_batch_size, run.mesh.tensor_ranks, _element(run)
+    own_vocab, is_half, is_capped = model.vocab / ranks, run.precision.is_half, model.logit_cap is not None
+    if (width := loss_slice(run, model)) is not None:
+        each = _FP32 + (_FP32 + element if is_capped else element * is_half)
+        return _Head(_FP32 * tokens, tokens * (each * min(width, own_vocab) + _FP32 * is_half * model.hidden), 0.0)
+    logits = tokens * own_vocab
+    kept = (_FP32 + element * is_capped) * logits
+    # passing: the layers' logits, and the gradient of those in fp32
+    return _Head(kept, (_FP32 + element) * logits, element * logits)
 
 
 def _deferred(run: Run, model: GPT | Llama, num_experts: int) -> float:

@@ -58,17 +58,19 @@ def collective_seconds(op: Collective, nbytes: float, members: int, route: RingR
 
 @dataclass(frozen=True)
 class Software:
-    """What a program does with its messages; the defaults are raypar's.
+    """What a program does with its messages and its loss; the defaults are raypar's.
 
     Attributes:
         scatters: Whether each tensor rank sends a part of what goes to the next stage, which gathers it again
             (Narayanan et al. 2021, section 4.1); with sequence parallelism it has only that part anyway.
         hides: Whether reductions go on beside the backward: always, or only of runs without a pipeline, as in
             Megatron-LM of 2021 (--DDP-impl torch and local).
+        slices_loss: Whether the loss of many logits is computed from slices of the vocabulary.
     """
 
     scatters: bool = False
     hides: Literal["always", "alone"] = "always"
+    slices_loss: bool = True
 
     def is_hiding(self, mesh: Mesh) -> bool:
         """Return whether reductions go on beside the backward."""

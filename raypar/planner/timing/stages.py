@@ -74,7 +74,9 @@ def stage_layers(model: GPT | Llama, split: Split, num_stages: int) -> tuple[ran
     return split_layers(split, transformer_costs(model), num_stages)
 
 
-def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, num_stages: int) -> list[StageSeconds]:
+def stages_of(
+    run: Run, model: GPT | Llama, device: Device, messages: Messages, num_stages: int, *, slices_loss: bool
+) -> list[StageSeconds]:
     """Return the seconds of each stage; the first one's with the embedding, and the last one's with the head.
 
     Args:
@@ -83,6 +85,7 @@ def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, 
         device: What each actor has.
         messages: The seconds of messages of a microbatch.
         num_stages: Number of stages.
+        slices_loss: Whether the loss is computed from slices of the vocabulary.
     """
     roofline = Roofline.of(device, half=run.precision.is_half)
     kinds = [
@@ -90,6 +93,8 @@ def stages_of(run: Run, model: GPT | Llama, device: Device, messages: Messages, 
     ]
     each = {kind: _layer(run, model, roofline, messages, *kind) for kind in dict.fromkeys(kinds)}
     ends = _ends(run, model, roofline, messages)
+    if slices_loss:  # the head makes logits again in its backward, and all gradients at once
+        ends = ends[0], ends[1]._replace(again=ends[1].forward, weights=0.0)
     stages = []
     for stage, layers in enumerate(stage_layers(model, run.split, num_stages)):
         counted = [(each[kind], times) for kind, times in Counter(kinds[layers.start : layers.stop]).items()]

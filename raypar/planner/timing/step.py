@@ -13,6 +13,7 @@ from raypar.actors.specs.model import GPT, Llama
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.planner.hardware.cluster import Cluster
+from raypar.planner.memory.activations import loss_slice
 from raypar.planner.memory.worker import element_bytes
 from raypar.planner.sizes.parameters import StageParameters, held_by_stage
 from raypar.planner.timing.messages import LADDER, RAYPAR, Order, ReplicaMessages, Software, messages_of, update_bytes
@@ -93,6 +94,7 @@ class StepModel:
         self, run: Run, model: GPT | Llama, cluster: Cluster, order: Order = LADDER, software: Software = RAYPAR
     ) -> None:
         self.hides = software.is_hiding(run.mesh)
+        self._slices = loss_slice(run, model) is not None and software.slices_loss
         self.run, self.model, self.cluster = run, model, cluster
         self.world = world_of(run)
         self.chunks = run.chunks or 1
@@ -105,7 +107,9 @@ class StepModel:
     @cached_property
     def stages(self) -> list[StageSeconds]:
         """The seconds of each stage for a microbatch."""
-        return stages_of(self.run, self.model, self.cluster.device, self._messages, len(self.held))
+        return stages_of(
+            self.run, self.model, self.cluster.device, self._messages, len(self.held), slices_loss=self._slices
+        )
 
     def stages_on(self, rank: int) -> list[int]:
         """Return the stages of a pipeline rank."""
