@@ -486,9 +486,9 @@ MAY_IMPORT = {
     "raypar/job": (
         "actors actors/machine actors/specs actors/worker raypar raypar/checkpoint raypar/cluster "
         "raypar/cluster/lifecycle raypar/cluster/nodes raypar/cluster/placement raypar/config "
-        "raypar/config/conflicts raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start raypar/job/stepping "
-        "raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory raypar/planner/sizes "
-        "raypar/reporting schedules schedules/drawing"
+        "raypar/config/conflicts raypar/job/layout raypar/job/look raypar/job/recover raypar/job/start "
+        "raypar/job/stepping raypar/job/steps raypar/job/text raypar/planner raypar/planner/memory "
+        "raypar/planner/sizes raypar/reporting schedules schedules/drawing"
     ),
     "raypar/job/layout": (
         "actors/data actors/machine actors/mesh actors/models actors/specs raypar raypar/config "
