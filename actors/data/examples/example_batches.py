@@ -209,13 +209,13 @@ def example_faults(spec: Examples, seq: int, vocab: int, folder: str | None = No
         both = example_sets(spec)
     except TextError as error:
         return error.faults
-    faults = list[str]()
+    faults, unlearned = list[str](), dict[str, str]()  # the latter by path, whose examples are in both sets
     for one in (each for sets in both for each in sets.values()):
         facts = one.converted.facts
         faults += vocab_faults(one.setting, facts.max_id, facts.num_ids, vocab, folder)
-        if not len(_pieces(one, seq).firsts):
-            faults.append(f"{one.setting}: {_unlearned(one, spec, seq)}")
-    return list(dict.fromkeys(faults))
+        if one.setting not in unlearned and not len(_pieces(one, seq).firsts):
+            unlearned[one.setting] = f"{one.setting}: {_unlearned(one, spec, seq)}"
+    return list(dict.fromkeys([*faults, *unlearned.values()]))
 
 
 def _of_epoch(sample: int, size: int, seed: int, *, ordered: bool) -> int:

@@ -33,6 +33,7 @@ from raypar.actors.data.examples.example_conversion import (
 from raypar.actors.data.examples.packing import Int64s
 from raypar.actors.data.examples.saved_dataset import is_saved, shards_of, splits_in
 from raypar.actors.data.text.text_files import TextError
+from raypar.actors.data.text.text_sources import cannot_be_read, why_absent
 from raypar.actors.data.tokenizers.example_shapes import ExampleError
 from raypar.actors.data.tokenizers.tokenizer import Mask, Tokenizer
 from raypar.actors.machine.files import WholeFile, expanded, write_whole
@@ -167,6 +168,8 @@ def files_of(setting: str, path: str) -> list[Path]:
             missing = f"has a split {target.name!r}, but none of its files is there"
             raise ExampleError(f"{str(target.parent)!r} {missing}: copy the dataset again")
         raise ExampleError(f"{str(target.parent)!r} has no split {target.name!r}: give one of {', '.join(splits)}")
+    if not found and not target.is_dir():
+        raise ExampleError(cannot_be_read(path, why_absent(path)))
     if not found:
         raise ExampleError(f"{path!r} has no file of {', '.join(SUFFIXES)}: correct the path")
     if wrong := [file.name for file in found if file.suffix not in SUFFIXES]:

@@ -52,7 +52,7 @@ def source_files(setting: str, path: str, cache: Path, faults: list[str]) -> lis
             root, names = _find(path, target)
             files = [file for file in _listed(root, names, target) if file.named or not file.path.is_relative_to(cache)]
     except (OSError, ValueError, RuntimeError) as error:  # a NUL in the name, a loop of links
-        faults.append(f"{setting}: {path!r} cannot be read ({unreadable_reason(error)}): correct the path")
+        faults.append(f"{setting}: {cannot_be_read(path, unreadable_reason(error))}")
         return []
     if locked := [file.name for file in files if not os.access(file.path, os.R_OK)]:
         faults.append(f"{setting}: no permission to read {', '.join(locked[:9])} ({len(locked)} in all): chmod +r")
@@ -99,6 +99,16 @@ def why_skipped(file: SourceFile) -> str:
 def unreadable_reason(error: Exception) -> str:
     """Return why a file can't be read, without the errno and the path of Python's text."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def why_absent(path: str) -> str:
+    """Return why a user's path names no file."""
+    return "the pattern matches no file" if glob.has_magic(path) else "there is no such file or folder"
+
+
+def cannot_be_read(path: str, why: str) -> str:
+    """Say that a user's path can't be read, with the fix."""
+    return f"{path!r} cannot be read ({why}): correct the path"
 
 
 def chunks_of(file: SourceFile, sources: hashlib._Hash, last: bool) -> Iterator[bytes]:
@@ -172,14 +182,14 @@ def _find(path: str, target: Path) -> tuple[Path, list[str]]:
     if path and target.exists() and not target.is_dir():
         raise OSError(errno.EINVAL, "it is no plain file")
     if not glob.has_magic(path):
-        raise FileNotFoundError("there is no such file or folder")
+        raise FileNotFoundError(why_absent(path))
     if path.endswith(".bin"):
         raise FileNotFoundError("a .bin file is named by its own path, one alone")
     root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), target.parts))
     # glob and not pathlib, whose ** takes hidden files and, before Python 3.13, no files at the end
     found = [Path(name) for name in glob.glob(str(target), recursive=True)]  # noqa: PTH207
     if not (names := [file.relative_to(root).as_posix() for file in found if file.is_file()]):
-        raise FileNotFoundError("the pattern matches no file")
+        raise FileNotFoundError(why_absent(path))
     return root, names
 
 

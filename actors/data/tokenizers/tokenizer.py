@@ -118,7 +118,7 @@ class Tokenizer:
         self._folder = None if self._file is None else self._file.parent
         self._settings = self._read_json(_SETTINGS)
         self._source = self._read_template(template)
-        self._model = None if self._file is None else _model(self._file)
+        self._model = None if self._file is None else _model(self._file, has_template=template is not None)
         ids = [] if self._model is None else self._model.get_vocab().values()
         self.num_ids = 256 if self._model is None else max(ids, default=-1) + 1
 
@@ -291,11 +291,17 @@ def _template_text(path: Path) -> str:
         raise ExampleError(f"template: {str(path)!r} can't be read ({error}): correct the file or its path") from error
 
 
-def _model(path: Path) -> Any:
-    """Read a tokenizers JSON file. Raises ExampleError."""
+def _model(path: Path, *, has_template: bool) -> Any:
+    """Read a tokenizers JSON file. Raises ExampleError.
+
+    Args:
+        path: The file.
+        has_template: Whether the user names a chat template, which bytes have none of.
+    """
     if not path.exists():
-        fix = "give a folder that has it (save_pretrained writes it), or set data.tokenizer to none for a model of"
-        raise ExampleError(f"tokenizer: {str(path.parent)!r} has no {path.name}: {fix} bytes")
+        fix = "give a folder that has it (save_pretrained writes it), or for a model of bytes set data.tokenizer to none"
+        template = "" if has_template else ", and for conversations data.template to a file with a chat template"
+        raise ExampleError(f"tokenizer: {str(path.parent)!r} has no {path.name}: {fix}{template}")
     try:
         return read_tokenizer(path)
     except ImportError as error:

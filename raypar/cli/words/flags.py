@@ -188,7 +188,7 @@ def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
     elif flag.hint is not bool:
         kinds = members(flag.hint)
         many = {item for one in kinds if get_origin(one) is tuple for item in members(get_args(one)[0])}
-        choices = " or ".join(_word(one) for one in kinds if one is not NoneType and one not in many)
+        choices = " or ".join(_word(one) for one in kinds if one not in many)
         if not [value for value in flag.values if value]:
             if str not in kinds or not flag.values:
                 yield f"{flag.typed} has no value: give {choices}"
@@ -207,6 +207,8 @@ def _word(kind: Any) -> str:
     if is_mapping(kind):
         name, value = get_args(kind)
         return f"pairs of {_word(name)} and {_word(value)}, such as {_PAIRS[value]}"
+    if kind is NoneType:
+        return "none"
     if isinstance(kind, str | int) or kind in _NUMBERS:  # a value of a Literal, or a type
         return _NUMBERS.get(kind, str(kind))
     return "a path" if kind is Path else "a text"

@@ -121,8 +121,11 @@ def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):
         "example 5 of data.jsonl has message 0 {'role': 'user'}: a m",
     ]
     assert not list((tmp_path / "cache").rglob("*.json"))
+    (tmp_path / "none").mkdir()
     told = {
-        rp.Examples(str(tmp_path / "gone.jsonl")): "has no file of .jsonl",
+        rp.Examples(str(tmp_path / "gone.jsonl")): "(there is no such file or folder): correct the path",
+        rp.Examples(str(tmp_path / "gone*.jsonl")): "(the pattern matches no file): correct the path",
+        rp.Examples(str(tmp_path / "none")): "has no file of .jsonl",
         rp.Examples(str(path), str(tmp_path)): "has no tokenizer.json: give a folder that has it (save_pretrained",
         rp.Examples(str(path), str(path)): "is not a tokenizers JSON file",
         rp.Examples(str(path), template=str(tmp_path / "gone")): "template: ",
@@ -140,6 +143,12 @@ def test_a_vocabulary_that_is_too_small_and_examples_without_answers_are_told(fo
     faults = example_faults(rp.Examples(path, str(folder), cache=str(tmp_path)), 64, 100)
     assert "the largest token id is 257, but model.vocab is 100: set model.vocab to 258" in faults[0]
     assert "no token of its examples is a target" in faults[1] and "how are you<|im_end|>" in faults[1]
+
+
+def test_a_path_whose_sets_both_lack_a_target_has_one_fault(folder, tmp_path):
+    talks = [{"messages": [{"role": "user", "content": f"{number}"}]} for number in range(20)]
+    (fault,) = example_faults(rp.Examples(str(made_jsonl(tmp_path / "a.jsonl", talks)), str(folder)), 64, 300)
+    assert fault.startswith("path: no token of its examples is a target")
 
 
 def test_packing_leaves_little_room_and_every_piece_is_in_one_sequence():

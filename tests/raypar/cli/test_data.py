@@ -79,7 +79,7 @@ def test_of_a_template_that_ends_no_answer_a_warning_says_so(said, talks, tmp_pa
         ((), "a command is missing: raypar data show EXAMPLES|RUN"),
         (("shows",), "there is no command 'shows': raypar data show EXAMPLES|RUN"),
         (("show",), "the examples are missing: raypar data show EXAMPLES|RUN"),
-        (("show", "gone.jsonl"), "data.path: 'gone.jsonl' has no file of .jsonl"),
+        (("show", "gone.jsonl"), "data.path: 'gone.jsonl' cannot be read (there is no such file or folder)"),
         (("show", "a.jsonl", "b.jsonl"), "'a.jsonl' has the weight 'b.jsonl', and it must be a number above 0"),
         (("show", "a.jsonl", "1", "a.jsonl", "2"), "'a.jsonl' is named twice: give it one weight"),
         (("show", "a.jsonl", "--seq", "0"), "--seq is 0: it must be at least 1"),

@@ -64,10 +64,16 @@ def test_the_fix_for_a_model_over_bytes_is_one(said, tmp_path):
     model = rp.Llama(layers=2, hidden=16, heads=4, seq=64, vocab=256)
     team = Team.of(rp.Run(model=model, data=rp.Batches(lambda *_: (IDS, IDS)), timeout=20.0))
     folder = export(checkpoint_of(team, tmp_path / "checkpoints"), tmp_path / "bytes")
-    path = str(made_jsonl(tmp_path / "pairs.jsonl", [{"prompt": "one", "completion": "two"}] * 20))
-    code, _, err = said("sft", path, "--model", folder, "--dry-run")
-    assert code and err.endswith("or set data.tokenizer to none for a model of bytes\n"), err
-    code, out, err = said("sft", path, "--model", folder, "--dry-run", "--data.tokenizer", "none")
+    path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 20))
+    words = ("sft", path, "--model", folder, "--dry-run")
+    code, _, err = said(*words)
+    fix = "for a model of bytes set data.tokenizer to none, and for conversations data.template to a file with a chat"
+    assert code and err.endswith(f"or {fix} template\n"), err
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    words = (*words, "--data.template", tmp_path / "chatml.jinja")
+    code, _, err = said(*words)
+    assert code and err.endswith("or for a model of bytes set data.tokenizer to none\n"), err
+    code, out, err = said(*words, "--data.tokenizer", "none")
     assert code == 0 and "pieces of examples" in out, err
 
 
@@ -107,7 +113,7 @@ def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, fol
         ),
         (("x.jsonl",), "--model is missing, the folder of a model of Hugging Face"),
         (("x.jsonl", "--model", "gone"), "model.hf 'gone': '"),
-        (("x.jsonl", "--model", "gone"), "2 mistakes, no step was taken:\n- data.path: 'x.jsonl' has no file of"),
+        (("x.jsonl", "--model", "gone"), "2 mistakes, no step was taken:\n- data.path: 'x.jsonl' cannot be read"),
         (("x.jsonl", "--resume", "run"), "go on with one by raypar train --resume RUN"),
     ],
 )
