@@ -17,6 +17,16 @@ from raypar.cli.commands import COMMANDS
 _FOLDER = Path(__file__).with_name("shells")
 TABLE = _FOLDER / "flags.json"
 _USAGE = "raypar completion bash|zsh|fish"
+_HELP = f"""\
+usage: {_USAGE}
+
+Print a script with which a shell completes the words of a command line.
+
+  source <(raypar completion bash)  in the present shell; zsh and fish too, below compinit, or by raypar completion \
+fish | source
+  raypar completion bash > ~/.local/share/bash-completion/completions/raypar  from now on
+  raypar completion zsh > ~/.zfunc/_raypar  from now on, with fpath+=~/.zfunc before compinit in ~/.zshrc
+  raypar completion fish > ~/.config/fish/completions/raypar.fish  from now on"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +71,13 @@ def completion(words: Sequence[str]) -> str:
 
     Raises:
         ConfigError: There is no script for that.
+        HelpAsked: The words ask for help.
     """
+    if {"-h", "--help"} & {*words}:
+        from raypar.cli.words.columns import fitted, terminal_width
+        from raypar.cli.words.help_text import HelpAsked
+
+        raise HelpAsked(fitted(_HELP, terminal_width()))
     shells = sorted(path.stem for path in _FOLDER.glob("*.jinja"))
     if len(words) != 1 or words[0] not in shells:
         from raypar.errors import ConfigError

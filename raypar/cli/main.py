@@ -82,7 +82,8 @@ def _command(words: list[str]) -> int:
         return _fail(f"a command is missing\n\n{_help_text()}", MISTAKE)
     name, rest = words[0], words[1:]
     if name in ("-h", "--help", "help"):
-        return _say_help(_help_text())
+        asked, *about = [word for word in rest if not word.startswith("-")] or [""]
+        return _command([asked, "--help", *about]) if asked else _say_help(_help_text())
     if name == "--version":
         from importlib.metadata import version  # takes as long to import as all else that help needs
 

@@ -14,7 +14,7 @@ from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.run import Run
-from raypar.config.absolute_paths import rooted
+from raypar.config.hugging_face.config_fields import FIELDS_BY_MODEL_TYPE
 from raypar.config.hugging_face.config_reader import HF
 from raypar.errors import ConfigError
 from raypar.paths import absolute
@@ -22,6 +22,8 @@ from raypar.paths import absolute
 _PASSES = 3  # over the examples, if no number of steps is given
 _RATE, _FULL_RATE = 2e-4, 2e-5  # of adapters, and of all weights
 _SEQ = 512
+_EVALUATIONS = 5  # the share of the steps after which one comes, 1 / 5, rounded down
+_WARMUPS = 20  # the share of the steps in which the learning rate rises, 1 / 20
 
 
 def finetuning(path: str | Mapping[str, float], folder: str, *, adapters: bool = True) -> Run:
@@ -46,7 +48,7 @@ def finetuning(path: str | Mapping[str, float], folder: str, *, adapters: bool =
         model = replace(model, seq=seq)
     else:
         model = replace(model, seq=seq, lora=Lora() if adapters else None)
-    return rooted(settings_of(model, Examples(path, tokenizer=folder), adapters=adapters))
+    return settings_of(model, Examples(path, tokenizer=folder), adapters=adapters)
 
 
 def settings_of(model: GPT | Llama | Layers, data: Examples, *, adapters: bool) -> Run:
@@ -67,8 +69,24 @@ def settings_of(model: GPT | Llama | Layers, data: Examples, *, adapters: bool) 
     )
 
 
+def derived_defaults() -> dict[str, str]:
+    """Return in words, by path, the fields of a run that fine-tunes which follow from its folder or its examples."""
+    of_models = {name for family in FIELDS_BY_MODEL_TYPE.values() for name in family.known_fields}
+    read = {
+        name for name in (*of_models, "kind", "positions", "rope_base", "rope_scaling") if not name.startswith("moe")
+    }
+    return {f"model.{name}": "that of FOLDER" for name in sorted(read - {"dropout"})} | {
+        "model.seq": f"that of FOLDER, at most {_SEQ}",
+        "optim.lr": f"{_RATE:g}; {_FULL_RATE:g} with --model.lora none",
+        "optim.warmup": f"1 / {_WARMUPS} of the steps",
+        "steps": f"those of {_PASSES} passes over the examples",
+        "eval_every": f"1 / {_EVALUATIONS} of the steps",
+        "eval_steps": f"those that read all examples for validation once, at most {Run.eval_steps}",
+    }
+
+
 def lasting(run: Run, steps: int | None) -> Run:
-    """Return a run whose steps pass three times over its examples, with five validations.
+    """Return a run whose steps pass three times over its examples, with a validation after each fifth of them.
 
     Args:
         run: The run.
@@ -80,9 +98,9 @@ def lasting(run: Run, steps: int | None) -> Run:
     return replace(
         run,
         steps=steps,
-        eval_every=max(1, steps // 5),
+        eval_every=max(1, steps // _EVALUATIONS),
         eval_steps=min(Run.eval_steps, max(1, math.ceil(val / samples))),
-        optim=replace(run.optim, warmup=steps // 20),
+        optim=replace(run.optim, warmup=steps // _WARMUPS),
     )
 
 

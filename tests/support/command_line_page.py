@@ -13,8 +13,10 @@ from pathlib import Path
 import raypar.cli
 from raypar.actors.specs.run import Run
 from raypar.cli.commands import COMMANDS
-from raypar.cli.words.flag_fields import FlagField, abouts, blank, word_alone
+from raypar.cli.train.finetune import WORDING
+from raypar.cli.words.flag_fields import FlagField, abouts, blank, spelled, word_alone
 from raypar.cli.words.help_text import OWN, Help, default_text
+from raypar.schedules.grouped import grouped
 from tests.support.completed_flags import fields_of_every_part
 
 HEAD = """\
@@ -88,8 +90,18 @@ def _commands() -> Iterator[str]:
                 flags = _help(kind).groups(flags)[OWN] if where not in seen else []
                 first = f"Those of [{seen[where]}](#{seen[where]}), and the" if where in seen else "The"
                 yield f"{first} [flags of a run](#flags-of-a-run){', and these' if flags else ''}.\n"
+                yield from _otherwise() if name == "sft" else ()
                 seen.setdefault(where, name)
             yield from _table(flags)
+
+
+def _otherwise() -> Iterator[str]:
+    """Yield which flags of a run sft has not, and the defaults that it derives."""
+    without = " and ".join(f"`{spelled(path)}`" for path in WORDING.without)
+    yield f"It has no {without}, and these defaults:\n\n| default | flags |\n|---|---|"
+    for text, flags in grouped((text, f"`{spelled(path)}`") for path, text in WORDING.defaults.items()).items():
+        yield f"| {_cell(text)} | {', '.join(flags)} |"
+    yield ""
 
 
 def _shared() -> Iterator[str]:

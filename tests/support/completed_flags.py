@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import pkgutil
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from textwrap import shorten
 from typing import Any
@@ -21,8 +21,11 @@ from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.cli.commands import COMMANDS
 from raypar.cli.completion import TABLE, Completed, CompletedFlag
+from raypar.cli.train.finetune import WORDING
 from raypar.cli.words.flag_fields import FlagField, blank, flag_fields, word_alone
+from raypar.cli.words.help_text import Help
 from raypar.config.recipe_tables import RECIPES
+from raypar.planner.hardware.data_sheets import DEVICES, LINKS
 from raypar.schedules.catalog import CATALOG
 
 _LONG = 72  # characters of what a flag does
@@ -35,6 +38,13 @@ _PARTS: Sequence[dict[str, Any]] = (  # each with other fields
     {"optim": Muon()},
     {"data": Examples("")},
 )
+
+
+_NAMES: Mapping[str, tuple[Sequence[str], str]] = {  # what texts may be, and whether they are words or files
+    "schedule": ([*CATALOG], "words and files"),
+    "gpu": ([*DEVICES], "words"),
+    "between": ([*LINKS], "words"),
+}
 
 
 def table() -> str:
@@ -69,17 +79,21 @@ def _completed(name: str, kind: type) -> Completed:
     metavar = word_alone(kind)[1]
     words = RECIPES if "RECIPE" in metavar else CATALOG if "SCHEDULE" in metavar else ()
     flags = list[CompletedFlag]()
-    for one in fields_of_every_part(kind):
+    without = WORDING.without if name == "sft" else ()
+    fields = [one for one in fields_of_every_part(kind) if one.path not in without]
+    for one in fields:
         choices = one.choices
         takes = "words" if choices else "number" if _NUMBER.fullmatch(one.value) else "file" if one.value else ""
-        if one.path == "schedule":
-            choices, takes = [*CATALOG], "words and files"
+        if one.path in _NAMES:
+            choices, takes = _NAMES[one.path]
         about = shorten(one.about, _LONG, placeholder="...")
         flags.append(CompletedFlag(one.spelled, one.short, about, choices, takes))
         if one.off:
             flags.append(CompletedFlag(one.off, "", f"not: {about}", (), ""))
     if name == "sft":
         flags.append(CompletedFlag("--model", "", "folder of a model of Hugging Face", (), "file"))
+    subjects = Help(name, "", kind, blank(kind), is_run=issubclass(kind, Run)).subjects(fields)
+    flags.append(CompletedFlag("--help", "-h", "flags of the command; all, or those about a word", subjects, "words"))
     return Completed(name, flags, [] if name == "sft" else [*words])
 
 

@@ -299,7 +299,9 @@ def _model(path: Path, *, has_template: bool) -> Any:
         has_template: Whether the user names a chat template, which bytes have none of.
     """
     if not path.exists():
-        fix = "give a folder that has it (save_pretrained writes it), or for a model of bytes set data.tokenizer to none"
+        fix = (
+            "give a folder that has it (save_pretrained writes it), or for a model of bytes set data.tokenizer to none"
+        )
         template = "" if has_template else ", and for conversations data.template to a file with a chat template"
         raise ExampleError(f"tokenizer: {str(path.parent)!r} has no {path.name}: {fix}{template}")
     try:

@@ -14,20 +14,25 @@ from raypar.actors.specs.model import Llama
 from raypar.cli.train.train import DryRunOutcome, Finished, TrainArgs, convert_data, train
 from raypar.cli.words.examples import named_examples
 from raypar.cli.words.flags import HELP
+from raypar.cli.words.help_text import Wording
 from raypar.cli.words.parsing import parse, values_of
-from raypar.config.finetuning import finetuning, lasting, settings_of, shortened_positions
+from raypar.config.finetuning import derived_defaults, finetuning, lasting, settings_of, shortened_positions
 from raypar.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _WHAT = "Fine-tune a model of Hugging Face on examples."
 _LASTING = ("steps", "eval_every", "eval_steps")
-_USAGE = "raypar sft EXAMPLES --model FOLDER"
+WORDING = Wording("EXAMPLES --model FOLDER", derived_defaults(), without=("resume",))
+_USAGE = f"raypar sft {WORDING.usage}"
 _HELP = f"""{_WHAT}
 
-EXAMPLES is a file of examples, or files, each followed by its weight: talks.jsonl 0.7 facts.jsonl 0.3.
-FOLDER is a folder of Hugging Face. Adapters are trained, unless --model.lora none is given.
-The other flags, with the defaults of an adapted Llama:"""
+  EXAMPLES  file, folder or glob of examples; or several of these, each followed by its weight: talks.jsonl 0.7 \
+facts.jsonl 0.3
+  --model FOLDER  folder of Hugging Face with the model and its tokenizer; adapters of it learn, unless --model.lora \
+none is given
+
+The other flags are those of raypar train, and change how FOLDER learns from EXAMPLES:"""
 
 
 def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
@@ -44,8 +49,8 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
         NonFiniteError: The gradients became infinite or NaN.
     """
     if HELP & {*words}:
-        shown = settings_of(Llama(seq=512, lora=Lora()), Examples("EXAMPLES", tokenizer="FOLDER"), adapters=True)
-        parse(TrainArgs, words, _USAGE.removeprefix("raypar "), _HELP, "sft", known={"sft": shown})  # raises HelpAsked
+        shown = settings_of(Llama(lora=Lora(), hf="FOLDER"), Examples("EXAMPLES", tokenizer="FOLDER"), adapters=True)
+        parse(TrainArgs, words, "sft", _HELP, "sft", known={"sft": shown}, wording=WORDING)  # raises HelpAsked
     left = list(words)
     if any(word.partition("=")[0] == "--resume" for word in left):
         raise ConfigError(["sft begins a run: go on with one by raypar train --resume RUN"])

@@ -17,7 +17,7 @@ from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, Transform
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.run import Run
 from raypar.cli.words.flags import HELP, is_base, read_flags
-from raypar.cli.words.help_text import Help
+from raypar.cli.words.help_text import Help, Wording
 from raypar.config.expert_layout_names import layout
 from raypar.config.fields import FieldFault, collected
 from raypar.config.hugging_face.config_reader import HF
@@ -84,6 +84,7 @@ def parse(
     table: dict[str, Any] | None = None,
     known: Mapping[str, Run] | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    wording: Wording | None = None,
 ) -> Parsed[A]:
     """Parse the words of a command.
 
@@ -99,9 +100,11 @@ def parse(
         table: Fields that change a recipe or a file's defaults.
         known: Further bases by name, beside recipes and files.
         defaults: What fields of a recipe or a file are where it does not say.
+        wording: What the help of a command says whose run is always the one of its fallback.
 
     Raises:
         HelpAsked: The words ask for help.
+        ConfigError: They ask for help about a subject that there is not.
     """
 
     others = known or {}
@@ -113,9 +116,11 @@ def parse(
         model, left = read_tables(default.model, words)
         default = replace(default, model=model)
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
-        about = f"{what} Flags change the recipe or the file; defaults below are those of {base}."
-        named = not {base} & {*others}  # else the command says which run it is
-        Help(command, about, kind, kind(**parts), is_run=True, has_word=named, more=_MORE).raise_if_asked(words)
+        named = base not in others
+        source = f"the recipe or the file; defaults below are those of {base}"
+        source = source if named else "the run of the checkpoint; defaults below are its own"
+        about = what if wording else f"{what} Flags change {source}."
+        Help(command, about, kind, kind(**parts), True, named, _MORE, wording).raise_if_asked(words)
         sound, faults = read_flags(kind, left, default, wrong)
         with warnings.catch_warnings():
             if isinstance(default.model, Layers):  # of transformers' modules, which no flag describes
@@ -131,7 +136,7 @@ def parse(
 
     first = words[0] if words and not words[0].startswith("-") else fallback
     if HELP & {*words}:
-        first = next((word for word in words if is_base(word)), first)
+        first = fallback if wording else next((word for word in words if is_base(word)), first)
     done = parsed(first)
     base: str = getattr(done.args, "base")  # noqa: B009  (Run has none)
     return done if base == first else parsed(base)

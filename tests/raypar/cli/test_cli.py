@@ -78,6 +78,12 @@ def test_every_command_has_help(said, command):
     assert f"usage: raypar {command}" in out
 
 
+def test_help_and_a_command_is_the_help_of_the_command(said):
+    assert said("help", "train", "zero")[1] == said("train", "--help", "zero")[1]
+    assert said("--help", "ckpt") == said("ckpt", "--help")
+    assert said("--help", "--all") == said("--help") and said("help", "trian")[2].endswith("did you mean 'train'?\n")
+
+
 def test_the_help_of_train_explains_every_flag(said):
     _, out, _ = said("train", "gpt-tiny", "--help", "all")
     for word in ("--model.layers", "number of transformer blocks", "--mesh.pp", "pipeline ranks", "--split"):
@@ -283,7 +289,7 @@ def test_the_largest_costs_have_finite_figures(said):
         (("simulate", "1f1b", "--link", "1e308"), "--link is 1e+308: it must be from 0 to 1e+100"),
         (
             ("simulate", "1f1b", "gpipe", "--f", "x", "--gather", "foo", "--b", "--rank", "3", "--link", "-1"),
-            "raypar: --f is 'x': it must be a number\n--gather is 'foo': it must be step or microbatch\n"
+            "raypar: --f is 'x': it must be a number\n--gather is 'foo': it must be step or microbatch or none\n"
             "--b has no value: give a number\n--rank is no flag: did you mean --ranks?\n"
             "'gpipe' is a word too many: only one SCHEDULE|FILE.csv|FILE.py:FUNCTION is read\n"
             "--link is -1.0: it must be from 0 to 1e+100\n",

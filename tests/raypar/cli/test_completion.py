@@ -11,6 +11,7 @@ import pytest
 from raypar.cli.commands import COMMANDS
 from raypar.cli.completion import TABLE, completed, completion
 from raypar.errors import ConfigError
+from raypar.planner.hardware.data_sheets import DEVICES
 from raypar.schedules.catalog import CATALOG
 from tests.support.completed_flags import table
 
@@ -26,6 +27,12 @@ ASKED = {
     "raypar draw interleaved-": sorted(name for name in CATALOG if name.startswith("interleaved-")),
     "raypar draw 1f1b --format ": ["csv", "json", "none", "svg", "text"],
     "raypar ckpt export --d": ["--dtype"],
+    "raypar ckpt export --help ": ["adapter", "all", "dtype", "ema"],
+    "raypar plan --gpu ": sorted(DEVICES),
+    "raypar plan --between ib-": ["ib-hdr", "ib-ndr", "ib-xdr"],
+    "raypar train --help e": ["evaluation", "experts"],
+    "raypar plan -h al": ["all"],
+    "raypar sft --resu": [],
     "raypar train --data.path no": ["novel.txt"],
     "raypar train job": ["job.toml"],
 }
@@ -99,6 +106,14 @@ def test_scripts_have_every_command_and_flag():
         assert all(name in text for name in COMMANDS)
         for _, flag in flags:
             assert flag.removeprefix("--") in text
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_its_help_says_how_each_shell_reads_the_script(said, flag):
+    code, out, err = said("completion", flag)
+    assert (code, err) == (0, "")
+    assert out.startswith("usage: raypar completion bash|zsh|fish\n") and "source <(raypar completion bash)" in out
+    assert all(f"raypar completion {shell} > " in out for shell in ("bash", "zsh", "fish"))
 
 
 @pytest.mark.parametrize("words", [[], ["tcsh"], ["bash", "zsh"]])

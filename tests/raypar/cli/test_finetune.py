@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 import raypar as rp
 from raypar.checkpoint.find import VerifiedCheckpoint
 from raypar.checkpoint.hugging_face import export
-from raypar.cli.train.finetune import sft
+from raypar.cli.train.finetune import WORDING, sft
+from raypar.cli.train.train import TrainArgs
 from raypar.cli.words.help_text import HelpAsked
 from raypar.config.finetuning import finetuning, lasting
 from raypar.planner.sizes.parameters import num_parameters
+from tests.support.completed_flags import fields_of_every_part
 from tests.support.examples import CHATML, TALK, made_jsonl, made_tokenizer
 from tests.support.hugging_face import checkpoint_of
 from tests.support.team import Team
@@ -90,6 +95,16 @@ def test_without_a_template_both_ways_out_are_said_once(said, folder, tmp_path, 
     assert code == 0, err
 
 
+def test_the_guide_says_how_often_a_run_validates(folder, tmp_path):
+    run = finetuning(str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 20)), str(folder))
+    guide = Path(__file__).parents[3] / "docs" / "finetune.md"
+    figures = re.findall(r"(\d+) times in (\d+) steps", guide.read_text())
+    assert figures
+    for times, steps in figures:
+        every = lasting(run, int(steps)).eval_every
+        assert len(range(every, int(steps), every)) + 1 == int(times), steps
+
+
 @pytest.mark.long
 def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, folder, tmp_path):
     path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 50))
@@ -122,12 +137,28 @@ def test_mistakes_are_told(said, words, says):
     assert (code, out) == (2, "") and says in err
 
 
-def test_help_is_that_of_the_command_whatever_is_missing():
+@pytest.mark.parametrize("words", [("--help",), ("talks.jsonl", "--help"), ("a", "1", "--model", "gone", "-h")])
+def test_help_is_that_of_the_command_whatever_is_missing(words):
     with pytest.raises(HelpAsked) as asked:
-        sft(["--help"], terminal=False)
+        sft(words, terminal=False)
     said = str(asked.value)
-    assert said.startswith("usage: raypar sft EXAMPLES --model FOLDER [flags]")
-    assert "--microbatches" in said and "RECIPE" not in said.partition("flags:")[0].partition("\n")[0]
+    assert said.startswith("usage: raypar sft EXAMPLES --model FOLDER [flags]\n")
+    assert "--microbatches" in said and "RECIPE" not in said and "--resume" not in said
+    assert not {"the recipe", "talks.jsonl."} & {*said.split("\n")} and "defaults below" not in said
+
+
+def test_its_help_says_what_follows_from_the_folder_and_the_examples(said):
+    out = " ".join(said("sft", "--help", "all")[1].split())
+    for flag, default in {
+        "--steps": "those of 3 passes over the examples",
+        "--eval-every": "1 / 5 of the steps",
+        "--model.seq": "that of FOLDER, at most 512",
+        "--model.layers": "that of FOLDER",
+        "--optim.lr": "0.0002; 2e-05 with --model.lora none",
+    }.items():
+        assert out.partition(f" {flag} ")[2].partition("(default: ")[2].startswith(f"{default})"), flag
+    fields = {one.path for one in fields_of_every_part(TrainArgs)}
+    assert {*WORDING.defaults, *WORDING.without} <= fields
 
 
 @pytest.mark.parametrize("flag", ["--model.lora.rank", "--model.lora.targets", "--data.template", "--data.learn"])

@@ -99,6 +99,22 @@ def test_help_is_about_a_subject_and_of_the_recipe_that_is_named(at_width):
     assert "--model.kind gpt|llama" in at_width(100, "train", "--help", "kind")
 
 
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].arguments])
+def test_help_about_nothing_that_it_knows_says_what_it_knows(said, name):
+    words = *HELP_WORDS.get(name, (name, "--help")), "zzz"
+    code, out, err = said(*words)
+    assert (code, out) == (2, "")
+    flat = " ".join(err.split())
+    assert "--help: no flag and no group of flags is named 'zzz': give all, " in flat, flat
+    known = flat.partition("give all, ")[2].partition(", or a part of")[0].split(", ")
+    assert all(said(*words[:-1], subject)[0] == 0 for subject in known[:2])
+
+
+@pytest.mark.parametrize("words", [("--help", "--mesh.pp", "2"), ("--help", "gpt-tiny"), ("gpt-tiny", "-h")])
+def test_words_of_the_command_after_help_are_no_subjects(said, words):
+    assert said("train", *words)[0] == 0
+
+
 def test_values_and_switches_are_spelled_as_they_are_typed():
     found = {one.path: one for one in fields_of_every_part(TrainArgs)}
     assert found["zero"].value == "0|1|2|3|none" and found["zero"].choices == ["0", "1", "2", "3", "none"]
