@@ -31,12 +31,13 @@ def starts_own_ray() -> bool:
     return not os.environ.get("RAY_ADDRESS")
 
 
-def actor_count_faults(num_actors: int, cpus: float = 1.0) -> Iterator[str]:
+def actor_count_faults(num_actors: int, cpus: float = 1.0, factors: str = "") -> Iterator[str]:
     """Yield a fault if a launch would start a Ray of our own that has too few CPUs for so many actors.
 
     Args:
         num_actors: Number of actors.
         cpus: What each takes of the CPUs of Ray.
+        factors: Of which product the number is; "" if that is not known.
     """
     most = int(num_slots() / cpus)
     if starts_own_ray() and num_actors > most:
@@ -44,7 +45,8 @@ def actor_count_faults(num_actors: int, cpus: float = 1.0) -> Iterator[str]:
         here = f"the {most} that this machine of {num_cores()} cores takes{each}"
         fewer = "" if cpus <= 1 else ", fewer CPUs"
         fix = f"use a smaller mesh{fewer}, or set RAY_ADDRESS to a cluster"
-        yield f"mesh: {num_actors} actors are more than {here}: {fix}"
+        product = f" ({factors})" if factors else ""
+        yield f"mesh: {num_actors} actors{product} are more than {here}: {fix}"
 
 
 @cache

@@ -70,7 +70,7 @@ def settings_of(model: GPT | Llama | Layers, data: Examples, *, adapters: bool) 
 
 
 def derived_defaults() -> dict[str, str]:
-    """Return in words, by path, the fields of a run that fine-tunes which follow from its folder or its examples."""
+    """Return in words, by path, the fields of a fine-tuning run that follow from its folder or its examples."""
     of_models = {name for family in FIELDS_BY_MODEL_TYPE.values() for name in family.known_fields}
     read = {
         name for name in (*of_models, "kind", "positions", "rope_base", "rope_scaling") if not name.startswith("moe")

@@ -54,6 +54,12 @@ def actors_text(run: Run, origins: Mapping[str, str] | None = None) -> str:
         run: The run.
         origins: By axis, what set it if that was not the user.
     """
+    factors, count = actor_factors(run, origins), world_of(run).size
+    return f"{count} = {factors}" if factors else str(count)
+
+
+def actor_factors(run: Run, origins: Mapping[str, str] | None = None) -> str:
+    """Say by which axes a run has its actors, as ``actors_text``; "" if it has one."""
     world, axes = world_of(run), []
     for axis in AXES:
         if world.mesh.ways(axis) > 1:
@@ -64,7 +70,7 @@ def actors_text(run: Run, origins: Mapping[str, str] | None = None) -> str:
         others = f" + {world.mesh.actors - world.mesh.size} for experts"
     elif world.mesh.ep > 1:
         others = f"; experts in {world.mesh.ep} parts"
-    return f"{world.size} = {' x '.join(axes) or 1}{others}" if axes or others else str(world.size)
+    return f"{' x '.join(axes) or 1}{others}" if axes or others else ""
 
 
 def memory_needs(sized: SizedRun, skeleton: Skeleton | None, prediction: Prediction, step: int = 0) -> Rows:

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Sequence
 
 import raypar
-from raypar.actors.machine.this_machine import actor_count_faults
 from raypar.actors.specs.run import Run
-from raypar.actors.specs.worlds import world_of
-from raypar.cli.words.parsing import parse
+from raypar.cli.train.mesh_origins import mesh_origins, too_many_actors
+from raypar.cli.words.parsing import Parsed, parse
 from raypar.cli.words.run_args import RunArgs
-from raypar.config.fields import FieldFault, field_faults, right_fields
+from raypar.config.fields import field_faults, right_fields
 from raypar.config.run import unrecorded
 from raypar.job.start.launchable import check_launch
 from raypar.planner.resource_needs import actors_text
@@ -27,7 +26,7 @@ def run_verify(words: Sequence[str]) -> raypar.Verdict:
     what = "Train a few steps on actors and in one plain process, and compare all losses, gradients and weights."
     parsed = parse(RunArgs, words, "verify", what, "gpt-tiny", {"steps": _VERIFIED_STEPS})
     run = unrecorded(parsed.args.run())
-    _check(run, parsed.wrong)
+    _check(run, parsed, words)
     figures = run.steps, actors_text(run), run.schedule, run.microbatches
     logging.getLogger("raypar").info("%d steps in this process, then on actors: %s; %s of %d microbatches", *figures)
     return raypar.verify(run)
@@ -38,7 +37,7 @@ def step(words: Sequence[str]) -> None:
     what = "Step through a schedule by hand, on actors, in a Python REPL."
     parsed = parse(RunArgs, words, "step", what, "gpt-tiny")
     run = parsed.args.run()
-    _check(run, parsed.wrong)
+    _check(run, parsed, words)
     from raypar.cli.repl import interact
     from raypar.job.launch import launch
 
@@ -46,9 +45,9 @@ def step(words: Sequence[str]) -> None:
         interact(job)
 
 
-def _check(run: Run, wrong: Sequence[FieldFault]) -> None:
+def _check(run: Run, parsed: Parsed[RunArgs], words: Sequence[str]) -> None:
     """Raise ConfigError if a run has faults, with those of the words, or if this machine has no room for its actors."""
-    right = right_fields([*wrong, *field_faults(run)])
+    right = right_fields([*parsed.wrong, *field_faults(run)])
     sized = right("mesh", "data_parallel", "servers", "zero")
-    others = actor_count_faults(world_of(run).size, run.resources.cpus) if sized else ()
-    check_launch(run, wrong=wrong, others=[*others])
+    others = too_many_actors(run, mesh_origins(parsed.args, words)) if sized else ()
+    check_launch(run, wrong=parsed.wrong, others=[*others])

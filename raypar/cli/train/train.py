@@ -23,12 +23,12 @@ import tyro
 
 from raypar.actors.data.text.text_files import is_converted
 from raypar.actors.machine.files import expanded
-from raypar.actors.machine.this_machine import actor_count_faults, starts_own_ray
-from raypar.actors.mesh.mesh import AXES
+from raypar.actors.machine.this_machine import starts_own_ray
 from raypar.actors.specs.data import Examples, Text
 from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
+from raypar.cli.train.mesh_origins import mesh_origins, too_many_actors
 from raypar.cli.train.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, resume_faults
 from raypar.cli.train.samples import sample_faults, sampling
 from raypar.cli.words.output_files import growing_file, output_file_faults, whole_file
@@ -38,7 +38,6 @@ from raypar.config.conflicts.outputs import run_folder_faults
 from raypar.config.conflicts.parallel import idle_fields
 from raypar.config.conflicts.system import device_faults
 from raypar.config.fields import FieldFault, field_faults, right_fields
-from raypar.config.recipe_tables import RECIPES
 from raypar.config.run import check_run
 from raypar.errors import TO_GO_ON, ConfigError
 from raypar.job.recover.chaos import faults_in, injectable, never_happen
@@ -237,12 +236,12 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Dry
             schedule = _checked(run, args, begun, wrong, words)
             run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=False, room=args.room)
             taken = 0 if begun is None else begun.manifest.step
-            return _planned(run, schedule, _origins(args, words), taken, color=terminal)
+            return _planned(run, schedule, mesh_origins(args, words), taken, color=terminal)
     chosen_folder = run.folder == AUTO
     try:
         schedule = _checked(run, args, begun, wrong, words)
         run, schedule = chosen(run, schedule, wanted=args.auto_microbatch, probes=True, room=args.room)
-        for axis, origin in _origins(args, words).items():  # the log says later how many actors that makes
+        for axis, origin in mesh_origins(args, words).items():  # the log says later how many actors that makes
             logging.getLogger("raypar").info(
                 "mesh.%s is %s, from %s", axis, getattr(run.mesh, axis), origin, extra=DETAIL
             )
@@ -312,7 +311,7 @@ def _checked(
     elif args.room and not args.auto_microbatch:
         others.append("--room is for --auto-microbatch: give that as well, or leave it out")
     if not on_paper and right("mesh", "data_parallel", "servers", "zero", "spares") and not [*run.mesh.count_faults()]:
-        others += actor_count_faults(world_of(run).size + run.spares, run.resources.cpus)
+        others += too_many_actors(run, mesh_origins(args, words), run.spares)
     schedule, faults = None, list[str]()
     try:
         schedule = check_launch(
@@ -456,17 +455,3 @@ def _lost_text(job: Job, begun: VerifiedCheckpoint | None) -> str:
     if saved is None:
         return f"{lost}, and no others are: mend that and train again"
     return f"{lost}: mend that and go on from {saved.name} with raypar train --resume {folder}"
-
-
-def _origins(args: RunArgs, words: Sequence[str]) -> dict[str, str]:
-    """Return, by axis of the mesh that no flag of its own set, what made it more than 1: a recipe, file and so on."""
-    kind = "file" if Path(args.base).suffix == ".toml" else "recipe" if args.base in RECIPES else "checkpoint"
-    named = args.base if kind == "recipe" else Path(args.base).name
-    if args.layout:
-        kind, named = "layout", args.layout
-    ways = {axis: args.mesh.ways(axis) for axis in AXES}
-    return {
-        axis: f"{kind} {named}"
-        for axis, count in ways.items()
-        if count > 1 and not any(values_of(f"--mesh.{axis}", words))
-    }

@@ -117,22 +117,10 @@ def parse(
         default = replace(default, model=model)
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
         named = base not in others
-        source = f"the recipe or the file; defaults below are those of {base}"
-        source = source if named else "the run of the checkpoint; defaults below are its own"
-        about = what if wording else f"{what} Flags change {source}."
+        about = what if wording else f"{what} {_what_flags_change(base if named else None)}"
         Help(command, about, kind, kind(**parts), True, named, _MORE, wording).raise_if_asked(words)
         sound, faults = read_flags(kind, left, default, wrong)
-        with warnings.catch_warnings():
-            if isinstance(default.model, Layers):  # of transformers' modules, which no flag describes
-                warnings.filterwarnings("ignore", "<class '.*Layers'> does not match", UserWarning)
-            args: A = tyro.cli(
-                kind,
-                config=(tyro.conf.AvoidSubcommands,),
-                args=sound,
-                default=kind(**parts),
-                prog=f"raypar {command}",
-            )
-        return Parsed(args, [*wrong, *faults])
+        return Parsed(_with_flags(kind(**parts), sound, command), [*wrong, *faults])
 
     first = words[0] if words and not words[0].startswith("-") else fallback
     if HELP & {*words}:
@@ -140,6 +128,22 @@ def parse(
     done = parsed(first)
     base: str = getattr(done.args, "base")  # noqa: B009  (Run has none)
     return done if base == first else parsed(base)
+
+
+def _with_flags(default: A, words: Sequence[str], command: str) -> A:
+    """Return the arguments of a command with the flags of words, which have no faults."""
+    with warnings.catch_warnings():
+        if isinstance(default.model, Layers):  # of transformers' modules, which no flag describes
+            warnings.filterwarnings("ignore", "<class '.*Layers'> does not match", UserWarning)
+        config = (tyro.conf.AvoidSubcommands,)
+        return tyro.cli(type(default), config=config, args=words, default=default, prog=f"raypar {command}")
+
+
+def _what_flags_change(base: str | None) -> str:
+    """Say what flags change, and whose defaults help shows: those of a recipe or a file, or of a checkpoint (None)."""
+    if base is None:
+        return "Flags change the run of the checkpoint; defaults below are its own."
+    return f"Flags change the recipe or the file; defaults below are those of {base}."
 
 
 def _with_whole_parts(default: Run, words: Sequence[str], wrong: list[FieldFault]) -> Run:

@@ -51,7 +51,7 @@ def test_rules_of_precision_are_told_though_another_field_is_wrong(said):
         faults_of(said, "train", "gpt-tiny", *words.split()),
         "loss_scale.window is 0: it must be at least 1",
         "nonfinite is 'rewind', but no checkpoints are saved on the way: give folder and save_every",
-        "mesh: 40 actors are more than",
+        "mesh: 40 actors (pp 40) are more than",
     )
 
 
@@ -61,7 +61,7 @@ def test_faults_to_inject_and_spares_that_have_no_room_are_told_with_the_rest(sa
         faults_of(said, "train", "gpt-tiny", *words.split()),
         "microbatches is 0: it must be at least 1",
         "chaos: 'no.toml' can't be read",
-        "mesh: 302 actors are more than",
+        "mesh: 302 actors (pp 2 + 300 spares) are more than",
     )
 
 

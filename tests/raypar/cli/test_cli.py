@@ -468,10 +468,11 @@ def test_too_many_actors_are_refused_before_ray_starts(said, data, monkeypatch, 
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr("raypar.actors.machine.this_machine.num_cores", lambda: 2)
     monkeypatch.setitem(sys.modules, "raypar.job.launch", None)
-    code, _, err = said(command, "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5)
+    code, _, err = said(command, "gpt-tiny", *data, "--mesh.dp", 10)
     assert code == 2
     fix = "use a smaller mesh, or set RAY_ADDRESS to a cluster"
-    assert f"mesh: 20 actors are more than the 16 that this machine of 2 cores takes: {fix}" in err
+    product = "(pp 2 (recipe gpt-tiny) x dp 10)"
+    assert f"mesh: 20 actors {product} are more than the 16 that this machine of 2 cores takes: {fix}" in err
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert said("train", "gpt-tiny", *data, "--mesh.pp", 4, "--mesh.dp", 5, "--dry-run")[0] == 0
 
