@@ -507,7 +507,7 @@ MAY_IMPORT = {
     ),
     "raypar/job/start": (
         "actors actors/checkpoint actors/data actors/data/examples actors/data/text actors/data/tokenizers "
-        "actors/data_parallel actors/machine actors/mesh actors/models actors/optim actors/specs "
+        "actors/data_parallel actors/hugging_face actors/machine actors/mesh actors/models actors/optim actors/specs "
         "actors/worker/build raypar raypar/checkpoint raypar/cluster raypar/cluster/calls "
         "raypar/cluster/deaths raypar/cluster/lifecycle raypar/cluster/nodes raypar/config "
         "raypar/config/conflicts raypar/config/trial raypar/job/layout raypar/job/recover raypar/job/steps "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from raypar.actors.machine.files import expanded
 from raypar.actors.specs.run import Run
 from raypar.cli.words.parsing import values_of
 from raypar.config.toml import recorded_run
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 
 def begun_by(words: Sequence[str]) -> tuple[VerifiedCheckpoint | None, list[str]]:
     """Return the checkpoint that ``--resume`` names, if it does, and why it can't be read."""
-    path = next((path for path in values_of("--resume", words) if path and not path.startswith("--")), None)
-    if path is None:
+    path = typed_checkpoint(words)
+    if not path:
         return None, []
     from raypar.job.start.resume import find  # imports numpy
 
@@ -30,6 +32,11 @@ def begun_by(words: Sequence[str]) -> tuple[VerifiedCheckpoint | None, list[str]
         return find(Path(path)), []
     except ConfigError as error:
         return None, error.faults
+
+
+def typed_checkpoint(words: Sequence[str]) -> str:
+    """Return the path that ``--resume`` names; "" if it names none."""
+    return next((path for path in values_of("--resume", words) if path and not path.startswith("--")), "")
 
 
 def checkpoint_at(
@@ -53,10 +60,18 @@ def checkpoint_at(
     return averaged(found) if ema else found
 
 
-def its_run(found: VerifiedCheckpoint) -> Run:
-    """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved."""
+def its_run(found: VerifiedCheckpoint, typed: str = "") -> Run:
+    """Return a checkpoint's run, with the run folder that the checkpoint is in now; it may have been moved.
+
+    Args:
+        found: The checkpoint.
+        typed: The path by which the user named it: if it is relative, the folder is too. "" for an absolute folder.
+    """
     run, folder = recorded_run(found.manifest.run), run_folder_of(found.path)
-    return run if folder is None else replace(run, folder=str(folder))
+    if folder is None:
+        return run
+    is_relative = bool(typed) and not expanded(typed).is_absolute()
+    return replace(run, folder=os.path.relpath(folder) if is_relative else str(folder))
 
 
 def resume_faults(run: Run, begun: VerifiedCheckpoint | None, overwrite: bool, *, is_sound: bool) -> list[str]:

@@ -29,7 +29,15 @@ from raypar.actors.specs.injected_fault import InjectedFault
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.cli.train.mesh_origins import mesh_origins, too_many_actors
-from raypar.cli.train.resuming import begins_again, begun_by, finished, how_to_go_on, its_run, resume_faults
+from raypar.cli.train.resuming import (
+    begins_again,
+    begun_by,
+    finished,
+    how_to_go_on,
+    its_run,
+    resume_faults,
+    typed_checkpoint,
+)
 from raypar.cli.train.samples import sample_faults, sampling
 from raypar.cli.words.output_files import growing_file, output_file_faults, whole_file
 from raypar.cli.words.parsing import parse, values_of
@@ -220,7 +228,7 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Dry
     """
     begun, unfound = begun_by(words)
     launches = list[float]()
-    known = {} if begun is None else {str(begun.path): its_run(begun)}
+    known = {} if begun is None else {str(begun.path): its_run(begun, typed_checkpoint(words))}
     known |= {} if start is None else {"sft": start}
     what = "Train a model on actors."
     base = next(iter(known), "gpt-small")
@@ -405,12 +413,19 @@ def _ended(run: Run, job: Job, rows: Rows, reports: Sequence[Report], begun: Ver
     if job.failures:
         rows = [*rows, ("failures survived", failures_summary(reports, [failure.lost for failure in job.failures]))]
     if job.saved is not None:
-        rows = [*rows, ("newest checkpoint", PathFigure(job.saved))]
+        rows = [*rows, ("newest checkpoint", PathFigure(_as_typed(job.saved, run.folder)))]
     rows = [*rows, ("kept in", _kept_in(run, job.run))]
     follow = "" if run.folder is None else f"raypar report {shlex.quote(run.folder)}"
     if unchanged(run, reports) is not None:
         return Finished(rows, "the run has changed no weight (see above)", follow)
     return Finished(rows, "" if job.lost is None else _lost_text(job, begun), follow)
+
+
+def _as_typed(checkpoint: Path, folder: str | None) -> Path:
+    """Return the path of a checkpoint, relative if it is in a run folder that the user calls by a relative path."""
+    if folder is None or not checkpoint.is_relative_to(absolute(folder)):
+        return checkpoint
+    return Path(folder) / checkpoint.relative_to(absolute(folder))
 
 
 def _kept_in(run: Run, of_job: Run) -> str:

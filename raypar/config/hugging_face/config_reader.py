@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import Any, get_args
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.hugging_face.folder import CONFIG, read_config, same_bytes, tensors_in
+from raypar.actors.hugging_face.folder import CONFIG, download_hint, read_config, same_bytes, tensors_in
 from raypar.actors.known_fields import unknown_faults
 from raypar.actors.safetensors_header import FileTensor
 from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, ScalingKind
@@ -20,9 +21,11 @@ from raypar.config.hugging_face.config_fields import FIELDS_BY_MODEL_TYPE, REQUI
 from raypar.config.hugging_face.config_writer import REQUIRED_NAMES, SCALING
 from raypar.config.hugging_face.transformers_model import their_model
 from raypar.errors import ConfigError
-from raypar.paths import absolute
+from raypar.paths import absolute, holds_run, run_folder_of
 
 log = logging.getLogger(__name__)
+
+_OF_RUN = "it is a folder of a run: raypar ckpt export {} my-model writes its model as one of Hugging Face: give that"
 
 
 @checked_arguments
@@ -52,10 +55,16 @@ def HF(folder: str | PathLike[str], **changes: Any) -> GPT | Llama | Layers:  # 
             kept = tensors_in(path, config["model_type"])
             model = _with_own_head(model, path, kept)
     except CheckpointError as error:
-        faults = [*faults, *error.faults]
+        faults = [*faults, *(error.faults if not _is_of_run(path) else [_OF_RUN.format(quote(str(folder)))])]
+        faults = [f"{fault}{download_hint(str(folder))}" for fault in faults]
     ConfigError.raise_if(f"model.hf {str(folder)!r}: {fault}" for fault in faults)
     assert model is not None
     return replace(model, hf=str(path))
+
+
+def _is_of_run(path: Path) -> bool:
+    """Return whether a folder is a run folder, or a checkpoint in one."""
+    return holds_run(path) or run_folder_of(path) is not None
 
 
 def _with_own_head(model: GPT | Llama | Layers, folder: Path, kept: Mapping[str, FileTensor]) -> GPT | Llama | Layers:

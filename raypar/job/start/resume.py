@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
+from raypar.actors.hugging_face.folder import download_hint
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.specs.model import Layers
@@ -55,7 +56,7 @@ def find(
     if others := instead_of(folder):
         raise ConfigError([others if typed else f"resume: {others}"])
     if typed and not os.path.lexists(folder):
-        raise ConfigError([f"there is no {typed!r}: correct the path"])
+        raise ConfigError([f"there is no {typed!r}: correct the path{download_hint(typed)}"])
     path = checkpoints_in(folder)
     one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
     try:

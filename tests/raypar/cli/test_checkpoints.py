@@ -7,6 +7,10 @@ import random
 
 import pytest
 
+import raypar as rp
+from raypar.checkpoint.find import newest
+from raypar.cli.train.resuming import its_run
+from raypar.config.toml import plain_of
 from raypar.job.job import Job
 from raypar.reporting.run_folder.read import read
 from tests.support.checkpoints import flip, save_at
@@ -69,7 +73,7 @@ def test_of_a_step_that_is_not_there_those_that_are_there_are_told(said, tmp_pat
         ),
         (
             ("trace", "-o"),
-            "2 mistakes:\n- --out has no value: give a path\n- a run folder is missing: raypar trace RUN\n",
+            "2 mistakes:\n- --out has no value: give a path or none\n- a run folder is missing: raypar trace RUN\n",
         ),
         (
             ("report", "--peak", "nan", "--port", "-1"),
@@ -165,6 +169,8 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     code, out, err = said("train", "--resume", "moved")
     assert code == 0, err
     assert "step-00000004 is skipped:" in err
+    places = "moved/checkpoints/step-00000004", "moved", "raypar report moved"
+    assert [line.partition(":")[2].strip() for line in out.splitlines()[-3:]] == [*places], "as they were typed"
     rest = read(tmp_path / "moved")
     keys = ("step", "loss", "val_loss", "grad_norm", "lr")
     assert [[line.get(key) for key in keys] for line in rest.metrics] == [
@@ -177,6 +183,18 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
         "".join(f"moved/checkpoints/step-0000000{step}: ok\n" for step in (4, 2)),
         "",
     ), "the damaged one was replaced"
+
+
+def test_the_folder_of_a_resumed_run_is_relative_if_it_was_typed_so(tmp_path, monkeypatch):
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "run.toml").touch()
+    save_at(folder, 4, run=plain_of(rp.recipe("gpt-tiny")))
+    monkeypatch.chdir(folder)
+    found = newest(folder)
+    for typed, path in {"../../run": "..", str(tmp_path / "run"): str(tmp_path / "run"), ".": ".."}.items():
+        assert its_run(found, typed).folder == path
+    assert its_run(found).folder == str(tmp_path / "run")
 
 
 def test_ctrl_c_saves_what_a_run_with_a_folder_has_come_to(said, kept_actors, tmp_path, monkeypatch):

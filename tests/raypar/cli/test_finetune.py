@@ -129,10 +129,25 @@ def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, fol
         (("x.jsonl",), "--model is missing, the folder of a model of Hugging Face"),
         (("x.jsonl", "--model", "gone"), "model.hf 'gone': '"),
         (("x.jsonl", "--model", "gone"), "2 mistakes, no step was taken:\n- data.path: 'x.jsonl' cannot be read"),
+        (
+            ("x.jsonl", "--model", "a/b"),
+            "whole; if a/b is a model of huggingface.co, hf download a/b --local-dir b fetch",
+        ),
+        (
+            ("x.jsonl", "--model", "run"),
+            "model.hf 'run': it is a folder of a run: raypar ckpt export run my-model write",
+        ),
+        (
+            ("x.jsonl", "--model", "run/checkpoints/step-00000004"),
+            "raypar ckpt export run/checkpoints/step-00000004 my-",
+        ),
         (("x.jsonl", "--resume", "run"), "go on with one by raypar train --resume RUN"),
     ],
 )
-def test_mistakes_are_told(said, words, says):
+def test_mistakes_are_told(said, words, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "checkpoints" / "step-00000004").mkdir(parents=True)
+    (tmp_path / "run" / "run.toml").touch()
     code, out, err = said("sft", *words)
     assert (code, out) == (2, "") and says in err
 
