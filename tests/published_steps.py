@@ -15,7 +15,7 @@ from raypar.planner.timing.step import StepModel
 
 #: Megatron-LM of 2021.
 MEGATRON = Software(scatters=True, hides="alone", slices_loss=False)
-#: That of Llama 3, whose loss is of whole logits (Llama Team 2024, section 3.3.2).
+#: That of Llama 3, of which no loss from slices is published.
 LLAMA_3 = Software(slices_loss=False)
 
 
