@@ -186,7 +186,8 @@ class Handover:
         """
         rank = 0 if group is None else group.rank
         for part in dict.fromkeys(self._wanted.values()):
-            empty = torch.empty(part.part.shape, dtype=getattr(torch, self._kinds[part.tensor].dtype))
+            kind = self._kinds[part.tensor]
+            empty = torch.empty(part.part.shape, dtype=getattr(torch, kind.dtype))
             self._received.setdefault(part.tensor, {})[part] = empty
         sends, receives = dict[int, list[Tensor]](), dict[int, list[Tensor]]()
         for move in moves:
