@@ -136,6 +136,7 @@ PAIRS = (
     pytest.param(on(1, dp=2) | HALF, on(2, dp=4) | HALF, id="half precision"),
     pytest.param(on(1, dp=4, shard=2) | MOMENTUM, on(1, dp=2) | MOMENTUM, id="hybrid"),
     pytest.param(on(1, dp=4, ep=2) | MOE_MODEL, on(1, dp=2, ep=2) | MOE_MODEL, id="experts"),
+    pytest.param(on(3, dp=3) | HALF, on(3, dp=2, tp=2) | HALF, id="shards in half precision"),
     pytest.param(on(1, dp=1, cp=2), on(1, dp=2) | {"tile": 2}, id="to tiles"),
 )
 
@@ -153,7 +154,7 @@ def equal(ours, theirs):
 
 @pytest.mark.parametrize(("here", "there"), PAIRS)
 def test_a_layout_reads_every_bit_that_another_has_written(cut, here, there, tmp_path):
-    cut(1, 2)
+    cut(1, 2, 3)
     team = Team.of(replace(RUN, **here))
     team.step(0)
     wanted, tensors = state(team, tmp_path / "here")
