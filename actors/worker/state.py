@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -276,9 +276,9 @@ class WorkerState:
         Unlike its share of a checkpoint it includes tensors that other actors have too.
         """
         self.context.device.enter()
-        is_mixed = self.context.plan.run.precision.is_mixed
+        whole = self._whole()
         for one in self._state():
-            if is_mixed or one.kept or one.weight not in self.part.parts or one.tensor is self.parameters[one.weight]:
+            if one.kept or one.weight not in whole or one.tensor is self.parameters[one.weight]:
                 yield self._stored_as(one.weight, one.kept), one.shard, one.tensor
 
     def wanted_tensors(self) -> Iterator[WantedTensor]:
@@ -335,7 +335,7 @@ class WorkerState:
             yield StateTensor(weight, kept, tensor, shard, self.is_saver(weight, tensor))
         if not context.plan.run.precision.is_mixed:  # else the layers' weights do not have the dtype of a checkpoint
             for name, parameter in self.parameters.items():
-                if name not in updated or name in self.part.parts:
+                if name not in updated or name in self._whole():
                     yield StateTensor(name, "", parameter, self._shard(name), is_saved=False)
         if context.leads and context.cp == 0:
             yield from (StateTensor(name, "", buffer, None, is_saved=True) for name, buffer in self.buffers())
@@ -353,13 +353,19 @@ class WorkerState:
         shards = {name: one.shard for name, one in share.items() if one.shard is not None}
         return {name: one.tensor for name, one in share.items()}, shards
 
+    def _whole(self) -> Collection[str]:
+        """Return the weights of which this actor updates a span, and has all in the dtype of a checkpoint."""
+        is_mixed = self.context.plan.run.precision.is_mixed
+        return () if is_mixed or self.part.gathers else self.part.parts
+
     def _own(self, weight: str, kept: str, shape: Shape) -> Part:
         """Return the part of a logical tensor of some shape that this actor loads.
 
-        Its layers need all that its tensor group leaves to it of a weight, and the optimizer its own part of a state.
+        The optimizer needs its own part of a state. Layers need all that the actor's tensor group leaves to it of a
+        weight, unless they gather it.
         """
         part, updated = self._sharding(weight).part(shape), self.part.parts.get(weight)
-        if not kept or not shape or updated is None:
+        if updated is None or not shape or not (kept or self.part.gathers):
             return part
         return part._replace(elements=updated.elements, order=updated.order)
 
@@ -420,7 +426,7 @@ class WorkerState:
             master = self.masters.get(name, parameter)
             for each in {id(one): one for one in (parameter, master)}.values():
                 with self.storage.accessible([each], writes=True):
-                    part = self.part.parts.get(name) if each is master else None
+                    part = self.part.parts.get(name) if each is master and not self.part.gathers else None
                     each.copy_(weight if part is None else part.take(weight))
         for name in self.part.parts:
             if (kept := read(name, _PART)) is not None:
