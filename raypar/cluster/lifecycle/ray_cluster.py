@@ -362,7 +362,7 @@ def _connect() -> bool:
             object_store_memory=256 * 2**20,  # bytes: small, because tensors never go through it
         )
     except BaseException as error:  # Ray raises many types; at a Ctrl-C, parts of Ray are running already
-        ray.shutdown()
+        _disconnect(type(error))
         if not isinstance(error, Exception):
             raise
         raise JobError(
