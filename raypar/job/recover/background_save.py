@@ -134,6 +134,7 @@ class Saver:
         saving.add_done_callback(partial(self._warn_of, step))
         if last:
             self.settle()
+            self._thread.submit(int).result()  # by then the thread has logged what failed
             self.lost = saving.exception()
 
     def again(self, step: int) -> None:
