@@ -240,8 +240,13 @@ class Reducer:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the gradients that this actor keeps: of all, or, if flat tensors are freed, of the sums."""
-        return sum(bucket.num_bytes for bucket in self.buckets) if self.bucket_bytes is None else self.sums.num_bytes
+        """Bytes of the gradients that this actor keeps: of all, or, if flat tensors are freed, of the sums.
+
+        The memory that is kept for its parts of sums over copies of the shards counts, too.
+        """
+        if self.bucket_bytes is not None:
+            return self.sums.num_bytes
+        return sum(bucket.num_bytes for bucket in self.buckets) + sum(map(nbytes, self._parts.values()))
 
     @property
     def names(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from raypar.actors.sharding import Sharding
+from raypar.actors.sharding import Shard, Sharding
 from raypar.actors.specs.results import RangeCount, RangeKind
 from raypar.actors.specs.types import Format
 from raypar.actors.tensors import Values
@@ -84,18 +84,20 @@ class OverflowWatch:
             if value.requires_grad:
                 value.register_hook(partial(self._count, layer, "gradients", microbatch, part))
 
-    def weight_gradients(self, parameters: Mapping[str, Tensor]) -> None:
+    def weight_gradients(self, parameters: Mapping[str, Tensor], parts: Mapping[str, Shard]) -> None:
         """Count the gradients of parameters, summed over the replicas, before they are clipped.
 
         Args:
             parameters: Parameters by logical name; those without a gradient here are left out.
+            parts: By logical name, the span that this actor has of the gradient of a parameter; it has all of others.
         """
         if not self._is_on:
             return
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 layer, part = self._weight(name)
-                self._count(layer, "weight_gradients", None, part, parameter.grad)
+                span = parts[name].elements if name in parts else None
+                self._count(layer, "weight_gradients", None, (*part, span), parameter.grad)
 
     def read(self) -> tuple[RangeCount, ...]:
         """Return the counts of the step; () if it is not a step that counts."""

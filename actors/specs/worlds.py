@@ -7,7 +7,7 @@ from dataclasses import replace
 from raypar.actors.mesh.world import World, Zero
 from raypar.actors.specs.run import Run
 
-CUT_LEVELS: frozenset[Zero] = frozenset()
+CUT_LEVELS: frozenset[Zero] = frozenset({1, 2, 3})
 """the ZeRO levels at which replicas divide the elements of every weight, and not the weights"""
 
 

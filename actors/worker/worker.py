@@ -316,7 +316,7 @@ class Worker:
                 parts.reducer.total(ballot)
         self.context.synchronize()  # so that a failed message cannot reach the weights
         if parts.part.overflow is not None:
-            parts.part.overflow.weight_gradients(parts.part.summed)
+            parts.part.overflow.weight_gradients(parts.part.summed, parts.part.parts)
         if step.notes is not None:
             self.state.remember(step.notes)
         with self._routers.named(step.number):

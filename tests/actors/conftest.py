@@ -11,7 +11,8 @@ from tests.support.counted import Counted
 
 @pytest.fixture
 def cut(monkeypatch):
-    """A function that sets the ZeRO levels at which replicas divide the elements of every weight."""
+    """A function that sets the ZeRO levels at which replicas divide the elements of every weight; before, none do."""
+    monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset())
 
     def switch(*levels):
         monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset(levels))

@@ -221,7 +221,7 @@ def test_every_actor_writes_an_equal_share(cut, zero, precision, tmp_path):
 
 
 def test_a_checkpoint_without_spans_has_the_version_and_the_text_of_before(tmp_path):
-    manifest = verified(save(Team.of(replace(RUN, **on(1, dp=2))), tmp_path))
+    manifest = verified(save(Team.of(replace(RUN, **on(0, dp=2))), tmp_path))
     text = encode(manifest)
     assert manifest.version == 1
     assert b'"tables"' not in text

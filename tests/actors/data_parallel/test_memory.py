@@ -46,15 +46,16 @@ def formulas(team) -> list[ActorMemory]:
 def test_bytes_a_parameter_are_those_of_the_textbook(level, bytes_of, shards, copies):
     """Adam in fp32: weight and gradient of 4 bytes each and two means (Rajbhandari et al. 2020, figure 1).
 
-    With hybrid sharding they are divided by the replicas of a group.
+    With hybrid sharding they are divided by the replicas of a group. At level 1, where all gradients are kept, each
+    actor keeps its part of their sums besides, which copies of the shards add up.
     """
     hybrid = {"shard": shards} if copies > 1 and level else {}
     team, found = held_of(dp=copies * shards, zero=level, **hybrid)
-    count = 16 * WIDTH * WIDTH
+    count, wanted = 16 * WIDTH * WIDTH, bytes_of(shards) + (4 / shards if hybrid and level == 1 else 0)
     for held, formula in zip(found, formulas(team), strict=True):
         measured = sum(held.most[kind] for kind in ("weights", "gradients", "optimizer"))
-        assert measured / count == pytest.approx(bytes_of(shards), rel=0.03)  # Adam also counts steps
-        assert formula.state / count == pytest.approx(bytes_of(shards), rel=0.03)
+        assert measured / count == pytest.approx(wanted, rel=0.03)  # Adam also counts steps
+        assert formula.state / count == pytest.approx(wanted, rel=0.03)
         assert held.now.get("gathered", 0) == held.now.get("buckets", 0) == 0, "between steps nothing passes"
 
 
@@ -127,7 +128,7 @@ def test_gradients_pass_in_few_buckets_or_wait_for_the_last_backward(level, when
     layer = 4 * WIDTH * WIDTH
     for held, formula in zip(found, formulas(team), strict=True):
         assert held.most["buckets"] <= formula.buckets
-        assert formula.buckets == (16 * layer if when == "step" else 4 * layer)
+        assert formula.buckets == (16 * layer if when == "step" else 3 * layer)
         assert held.most["buckets"] >= formula.buckets / 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import combinations
 
 import pytest
@@ -15,47 +16,52 @@ from tests.support.team import Team, linears
 ELEMENT = 4  # bytes of fp32
 
 
-def owned(worker):
-    """The names of the weights that a worker's optimizer updates."""
-    ours = {id(parameter): name for name, parameter in worker.member.state.parameters.items()}
-    optimizer = worker.member.parts.update._updater._optimizer
-    groups = optimizer.param_groups if optimizer else []
-    return {ours[id(parameter)] for group in groups for parameter in group["params"]}
-
-
 @pytest.mark.sampled
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 2), (1, 3), (2, 3)])
-def test_each_weight_has_one_owner_and_its_gradient_and_state_are_there_alone(pp, dp):
-    team = Team(linears(6), pp, 2, dp=dp, zero=1, optim=AdamW(lr=0.01))
+def test_each_element_has_one_replica_that_updates_it_and_its_gradient_and_state_are_there_alone(pp, dp):
+    team = Team(
+        lambda: [nn.Sequential(nn.Linear(4, 40), nn.Linear(40, 4)) for _ in range(4)],
+        pp,
+        2,
+        dp=dp,
+        zero=1,
+        optim=AdamW(lr=0.01),
+    )
     team.step(0)
     for stage in range(pp):
         replicas = [team.all[rank] for rank in team.world.replicas_of(stage)]
-        shares = [owned(worker) for worker in replicas]
-        assert set.union(*shares) == set(replicas[0].holds())
-        assert sum(map(len, shares)) == len(replicas[0].holds()), "a weight has two owners"
-        assert all(shares), "a replica has nothing to do"
-        for worker, share in zip(replicas, shares, strict=True):
-            assert {name for name in worker.holds() if worker.gradient(name) is not None} == share
-            states = worker.member.parts.update._updater._optimizer.state
-            assert len(states) == len(share)
+        held, spans = replicas[0].member.state.parameters, defaultdict(list)
+        for worker in replicas:
+            updates = {name: shard.elements for name, shard in worker.member.state.updates().items()}
+            assert {name for name in worker.holds() if worker.gradient(name) is not None} == updates.keys()
+            counts = [stop - start for start, stop in updates.values()]
+            states = worker.member.parts.update._updater._optimizer.state.values()
+            assert sorted(counts) == sorted(state["exp_avg"].numel() for state in states)
+            assert 0 < sum(counts) <= sum(p.numel() for p in held.values()) / dp + 64 * len(held)
+            for name, span in updates.items():
+                spans[name].append(span)
+        assert spans.keys() == held.keys()
+        for name, found in spans.items():
+            starts, stops = zip(*sorted(found), strict=True)
+            assert (0, *stops) == (*starts, held[name].numel()), name
 
 
 @pytest.mark.parametrize("dp", [2, 3])
 def test_it_moves_what_an_all_reduce_does(dp):
-    """All replicas together: every gradient (and its bucket's places) dp - 1 times, and every weight as often."""
+    """All replicas together: every gradient (and its bucket's flags) dp - 1 times, and every weight as often."""
     team = Team(linears(4), 1, 4, dp=dp, zero=1, bucket_mb=1e-4)
-    weights, tensors = 4 * (16 + 4), 4 * 2
+    weights, tensors = 4 * (16 + 4), 4 * 2  # all of a block or less, so each has a flag of one replica
     before = team.ledger("dp")
     team.step(0)
-    moved = {"reduce": 0, "broadcast": 0}
+    moved = {"reduce": 0, "reduce_scatter": 0, "all_gather": 0}
     for old, new in zip(before, team.ledger("dp"), strict=True):
         sent = new["all_reduce"][1] - old.get("all_reduce", (0, 0))[1]
         assert sent == 2 * (dp - 1) * 8 * 23 // dp, "only the norm, whatever the weights are"
         for op in moved:
             moved[op] += new[op][1] - old.get(op, (0, 0))[1]
-    ballot = 3 * 8
-    assert moved["reduce"] == (dp - 1) * ((weights + tensors) * ELEMENT + ballot)
-    assert moved["broadcast"] == (dp - 1) * weights * ELEMENT
+    assert moved["reduce"] == (dp - 1) * 3 * 8, "the ballot"
+    assert moved["reduce_scatter"] == (dp - 1) * (weights + tensors) * ELEMENT
+    assert moved["all_gather"] == (dp - 1) * weights * ELEMENT
 
 
 def test_more_replicas_than_weights():
@@ -106,19 +112,19 @@ def test_a_weight_whose_memory_is_shared_stays_where_it_is(layer):
         )
 
 
-def test_weights_that_overlap_are_refused_if_they_have_two_owners():
+def test_weights_that_overlap_are_refused():
     agrees(Team(lambda: [Packed(8)], 1, 2, dp=2, zero=0))
     with pytest.raises(ValueError, match=r"layers\.0\.one and layers\.0\.other overlap in memory"):
         Team(lambda: [Packed(8)], 1, 2, dp=2, zero=1)
 
 
 class Nested(nn.Module):
-    """Between the starts of two weights that overlap there is a third one, inside the first."""
+    """Between the starts of two weights that overlap there is a third one, in a gap of the first."""
 
     def __init__(self):
         super().__init__()
-        memory = torch.randn(24)
-        self.a, self.b, self.c = (nn.Parameter(memory[start:end]) for start, end in ((0, 16), (2, 6), (8, 24)))
+        memory = torch.randn(4, 8)
+        self.a, self.b, self.c = (nn.Parameter(part) for part in (memory[:, :2], memory[0, 2:6], memory[1:, 1:8]))
 
 
 def test_weights_that_overlap_are_found_wherever_others_are():
@@ -141,7 +147,6 @@ class Sliced(nn.Module):
 def test_weights_that_lie_between_one_another_do_not_overlap():
     team = Team(lambda: [Sliced()], 1, 2, dp=2, zero=1)
     agrees(team)
-    assert set(team.workers[0].member.parts.part.owners.of.values()) == {0, 1}
 
 
 class Unregistered(nn.Module):

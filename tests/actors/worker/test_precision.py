@@ -53,13 +53,13 @@ def test_a_scale_of_two_to_the_k_changes_no_bit(in_fp32):
     assert all(torch.equal(team.weights()[name], weight) for name, weight in plain.weights().items())
 
 
-def test_replicas_have_masters_of_what_they_own_only():
+def test_replicas_have_masters_of_their_parts_only():
     team = Team.of(replace(TINY, precision=rp.Precision("bf16"), mesh=rp.Mesh(dp=2)))
     one, other = (actor.member.state for actor in team.all)
-    assert not one.masters.keys() & other.masters.keys()
     assert one.masters.keys() | other.masters.keys() == one.parameters.keys()
-    team.step()
     count = sum(p.numel() for p in one.parameters.values())
+    assert sum(master.numel() for state in (one, other) for master in state.masters.values()) == count
+    team.step()
     held = [actor.member.probe.memory() for actor in team.all]
     assert all(memory["weights"] == 2 * count for memory in held)
     states = sum(memory["optimizer"] for memory in held)
