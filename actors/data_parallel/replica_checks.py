@@ -58,6 +58,11 @@ class CheckedTensor(NamedTuple):
     name: str
     tensor: Tensor
 
+    @property
+    def learns(self) -> bool:
+        """Whether it is a trainable parameter."""
+        return isinstance(self.tensor, nn.Parameter) and self.tensor.requires_grad
+
 
 def overlapping(names: Sequence[str], modules: Sequence[nn.Module]) -> list[tuple[CheckedTensor, CheckedTensor]]:
     """Find the trainable parameters that share elements with another tensor of the layers.
@@ -84,7 +89,7 @@ def overlapping(names: Sequence[str], modules: Sequence[nn.Module]) -> list[tupl
     found: dict[frozenset[int], tuple[CheckedTensor, CheckedTensor]] = {}
     for sharers in by_storage.values():
         for one in sharers if len(sharers) > 1 else ():
-            if isinstance(one.tensor, nn.Parameter) and one.tensor.requires_grad:
+            if one.learns:
                 other = next((it for it in sharers if it is not one and _overlap(one.tensor, it.tensor)), None)
                 if other is not None:
                     found.setdefault(frozenset((id(one.tensor), id(other.tensor))), (one, other))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from raypar.actors.machine.files import expanded
 from raypar.actors.machine.this_machine import starts_own_ray
@@ -20,6 +21,9 @@ from raypar.config.conflicts.named_settings import (
     SHARDED_WEIGHTS,
 )
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting, several, unusual
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _GATHERS = tuple(map(unusual, ("zero_units", "zero_gather", "zero_resident", "reshard_after_forward")))
 _ON_DEVICE = RunSetting("activations_on_device", lambda most: most is not None)
@@ -136,12 +140,27 @@ def sharing_faults(examined: Examined) -> Iterator[str]:
         examined: A run whose layers fit its schedule.
     """
     run, skeleton = examined.run, examined.skeleton
-    if run.zero != 3 or not isinstance(run.model, Layers):
+    if not isinstance(run.model, Layers):
         return
+    names, modules = skeleton.model.names, skeleton.model.skeleton
+    if run.zero == 3:
+        yield from _freed_faults(names, modules)
+    elif world_of(run).cuts:
+        from raypar.actors.data_parallel.replica_checks import overlapping  # imports torch
+
+        for one, other in overlapping(names, modules):
+            if one.learns and other.learns:
+                yield (
+                    f"model: {one.name} and {other.name} overlap in memory, and each replica updates its own parts of "
+                    "them: make them one parameter, or compute one from the other in the forward, or set zero to 0"
+                )
+
+
+def _freed_faults(names: Sequence[str], modules: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield the weights that are used, or share memory, where a layer that does not have them may not be running."""
     from raypar.actors.data_parallel.replica_checks import overlapping  # imports torch
     from raypar.actors.models.init.unregistered import borrowed
 
-    names, modules = skeleton.model.names, skeleton.model.skeleton
     between = set()
     for layer, owner, name in borrowed(modules):
         between |= {(layer, owner), (owner, layer)}

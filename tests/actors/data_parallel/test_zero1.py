@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from raypar.actors.specs.optim import AdamW
+from raypar.errors import ConfigError
 from tests.support.replicas import agrees
 from tests.support.team import Team, linears
 
@@ -114,7 +115,7 @@ def test_a_weight_whose_memory_is_shared_stays_where_it_is(layer):
 
 def test_weights_that_overlap_are_refused():
     agrees(Team(lambda: [Packed(8)], 1, 2, dp=2, zero=0))
-    with pytest.raises(ValueError, match=r"layers\.0\.one and layers\.0\.other overlap in memory"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.one and layers\.0\.other overlap in memory, and each replica"):
         Team(lambda: [Packed(8)], 1, 2, dp=2, zero=1)
 
 
@@ -128,7 +129,7 @@ class Nested(nn.Module):
 
 
 def test_weights_that_overlap_are_found_wherever_others_are():
-    with pytest.raises(ValueError, match=r"layers\.0\.a and layers\.0\.c overlap in memory"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.a and layers\.0\.c overlap in memory"):
         Team(lambda: [Nested()], 1, 2, dp=2, zero=1)
 
 
