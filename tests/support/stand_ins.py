@@ -291,7 +291,13 @@ class StandIn:
     # --- looking inside ---
 
     def probe(self, look: str, *args: Any) -> Any:
-        return {"events": self._events, "ledger": self._ledger, "gradients": self._gradients}[look](*args)
+        looks = {
+            "events": self._events,
+            "ledger": self._ledger,
+            "gradients": self._gradients,
+            "parts": self._parts,
+        }
+        return looks[look](*args)
 
     def _events(self, ago: int = 0) -> list[Span]:
         return [Span(action, float(at), at + 1.0) for at, action in enumerate(self.row)]
@@ -301,6 +307,9 @@ class StandIn:
 
     def _gradients(self, names: Any) -> list[None]:
         return [None for _ in names]
+
+    def _parts(self, what: str, names: Any = None) -> dict[str, Any]:
+        return {}
 
     # --- of a witness ---
 

@@ -230,7 +230,8 @@ def test_own_layers_tiles_and_adapters_are_divided_too():
         assert held / 3 <= share.count <= 1.05 * held / 3, model
 
 
-def test_without_cuts_tensors_are_owned_whole():
+def test_without_cuts_tensors_are_owned_whole(monkeypatch):
+    monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset())
     sized = sized_of(LLAMA_8B, Mesh(dp=64), zero=3, precision=BF16)
     (memory,) = memory_of(sized)
     assert memory.weights == 2 * 128_256 * 4096, "the embedding"
