@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from inspect import unwrap
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -15,9 +16,10 @@ from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.machine.offload_storage import PORTION, OffloadStorage
 from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
-from raypar.actors.optim.muon import MuonWithAdamW
+from raypar.actors.optim.muon.matrix_exchange import DividedMatrices
+from raypar.actors.optim.muon.muon_with_adamw import MuonWithAdamW
 from raypar.actors.portions import portions
-from raypar.actors.sharding import Shape
+from raypar.actors.sharding import Shape, Shard
 from raypar.actors.specs.optim import SGD, AdamW, AnyOptimizer, Muon
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import is_dense, nbytes
@@ -52,30 +54,31 @@ class Optimizer(Protocol):
     def step(self) -> Any: ...
 
 
-_WHOLE = ShardedGradients({}, {}, None, watched=False)
+_WHOLE = DividedMatrices(ShardedGradients({}, {}, None, watched=False))
 
 
 def build_optimizer(
     spec: AnyOptimizer,
     parameters: Mapping[str, nn.Parameter],
-    tensors: ShardedGradients = _WHOLE,
-    shapes: Mapping[str, Shape] = MappingProxyType({}),
+    divided: DividedMatrices = _WHOLE,
+    parts: Mapping[str, Shard] = MappingProxyType({}),
 ) -> Optimizer | None:
     """Build the optimizer for some parameters. Those with the same ``Rule`` are one parameter group.
 
     Args:
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
-        tensors: The parameters that a tensor-parallel group shards; by default none.
-        shapes: The shapes of the weights, by logical name, of which parameters are spans.
+        divided: How several actors divide the parameters; by default all are whole here.
+        parts: The spans of weights that parameters are, by logical name.
 
     Returns:
-        The optimizer, or None if there are no parameters.
+        The optimizer, or None if there are no parameters, here or on other replicas.
     """
+    shapes = {name: parts[name].whole if name in parts else tuple(p.shape) for name, p in parameters.items()}
     alike = defaultdict[Rule, list[nn.Parameter]](list)
     for name, parameter in parameters.items():
-        alike[rule_of(spec, untiled(name), len(shapes.get(name, parameter.shape)))].append(parameter)
-    if not alike:
+        alike[rule_of(spec, untiled(name), len(shapes[name]))].append(parameter)
+    if not alike and not divided.cuts:
         return None
     groups = defaultdict[str, list[dict[str, Any]]](list)
     for rule, members in alike.items():
@@ -86,10 +89,15 @@ def build_optimizer(
     if isinstance(spec, Muon):
         others = _adamw(groups["adamw"], spec.adamw_betas, spec.adamw_eps) if groups["adamw"] else None
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-        return MuonWithAdamW(spec, groups["muon"], others, names, tensors)
+        exchanges = divided.exchanges(shapes, parts, partial(_is_of_muon, spec))
+        return MuonWithAdamW(spec, groups["muon"], others, names, exchanges)
     # Not fused: on CPUs torch 2.13's fused SGD doesn't update half-precision weights, and fails for a parameter that
     # gets its first gradient in a later step.
     return _SGD(groups["sgd"], momentum=spec.momentum)
+
+
+def _is_of_muon(spec: Muon, name: str, shape: Shape) -> bool:
+    return rule_of(spec, untiled(name), len(shape)).kind == "muon"
 
 
 def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
