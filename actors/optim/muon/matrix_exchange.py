@@ -21,6 +21,8 @@ from raypar.actors.sharding import Shape, Shard, Span
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import empty_in
 
+Parts = Callable[[], dict[str, Tensor]]  # waits, and returns tensors by logical name
+
 
 @dataclass(frozen=True)
 class CutMatrices:
@@ -122,11 +124,12 @@ class MatrixExchange:
         Returns:
             An iterator of (logical name, this actor's part), which has the shape of ``part``'s.
         """
-        self._dtype, none = dtype, dict[str, Tensor]
+        self._dtype = dtype
         rounds = [{name: one for name, one in each.items() if name in names} for each in self._planned(names)]
         if not rounds:
             return
-        wholes, leaving = self._join(rounds[0], part), none
+        wholes: Parts = self._join(rounds[0], part)
+        leaving: Parts = dict
         for number, each in enumerate(rounds):
             matrices = wholes()
             if number + 1 < len(rounds):
@@ -155,7 +158,7 @@ class MatrixExchange:
             self._rounds = matrix_rounds({name: self.whole(name) for name in self.slices}, holders)
         return self._rounds
 
-    def _join(self, each: Round, part: Callable[[str], Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def _join(self, each: Round, part: Callable[[str], Tensor]) -> Parts:
         """Start to make the matrices of a round whole.
 
         Returns:
@@ -177,7 +180,7 @@ class MatrixExchange:
 
         return slices
 
-    def _join_slices(self, each: Round, slices: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def _join_slices(self, each: Round, slices: dict[str, Tensor]) -> Parts:
         """Start to make matrices whole whose slices the members of a tensor group have."""
         group = self.tensors
         if group is None:
@@ -206,7 +209,7 @@ class MatrixExchange:
 
         return wholes
 
-    def _divide(self, each: Round, results: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def _divide(self, each: Round, results: dict[str, Tensor]) -> Parts:
         """Start to divide the results of a round; the function that it returns waits for this actor's parts."""
         slices = self._divide_slices(each, results)
         if self.cuts is None:
@@ -217,7 +220,7 @@ class MatrixExchange:
             pieces[name] = [flat[slice(*spans[name].get(rank, (0, 0)))] for rank in range(self.cuts.group.size)]
         return scatter_parts(self.cuts.group, self._replica_roots(each), self._span_count, pieces, self._dtype)
 
-    def _divide_slices(self, each: Round, results: dict[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def _divide_slices(self, each: Round, results: dict[str, Tensor]) -> Parts:
         """Start to send results in slices to the members of a tensor group, those of the replica of a matrix."""
         group = self.tensors
         if group is None:

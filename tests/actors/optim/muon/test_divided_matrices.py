@@ -6,21 +6,19 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.muon import muon_with_adamw
 from raypar.actors.specs import worlds
-from raypar.actors.specs.data import Batches
 from raypar.actors.specs.lora import Lora
-from raypar.actors.specs.model import GPT, Layers
+from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from tests.support.oracle_runs import whole
-from tests.support.team import Team, batch
+from tests.support.team import Team
 
 MODEL = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
 EXPERTS = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256, moe=MoE(experts=4, top_k=2))
