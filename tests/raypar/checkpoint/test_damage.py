@@ -97,7 +97,7 @@ def add_file(name):
 
 
 FORGED = {
-    "another version": (lambda plain: plain.update(version=2), "has version 2, this raypar reads 1"),
+    "another version": (lambda plain: plain.update(version=3), "has version 3, this raypar reads 1 and 2"),
     "another program": (lambda plain: plain.update(format="DCP"), "not that of a raypar checkpoint"),
     "a field too few": (lambda plain: plain.pop("seed"), "seed is .*: Field required"),
     "a field too many": (lambda plain: plain.update(code="import os"), "its text does not match"),
