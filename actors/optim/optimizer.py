@@ -162,6 +162,8 @@ class OffloadedOptimizer:
     Args:
         optimizer: The optimizer of all weights.
         storage: Storage of weights, gradients and states.
+        sizes: Bytes of the tensors of which weights are slices, so that all members of a tensor group, whose slices may
+            differ in size, have the same portions; others have their own.
 
     Attributes:
         param_groups: All parameter groups.
@@ -170,8 +172,8 @@ class OffloadedOptimizer:
     Source: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training".
     """
 
-    def __init__(self, optimizer: Optimizer, storage: OffloadStorage) -> None:
-        self._optimizer, self._storage = optimizer, storage
+    def __init__(self, optimizer: Optimizer, storage: OffloadStorage, sizes: Mapping[Tensor, int]) -> None:
+        self._optimizer, self._storage, self._sizes = optimizer, storage, sizes
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.state: defaultdict[Tensor, Any] = optimizer.state
 
@@ -182,13 +184,16 @@ class OffloadedOptimizer:
             for group in self.param_groups:
                 group["params"] = []
             for group, params in zip(self.param_groups, members, strict=True):
-                for portion in portions((one for one in params if one.grad is not None), nbytes, PORTION):
+                for portion in portions((one for one in params if one.grad is not None), self._size, PORTION):
                     group["params"] = portion
                     self._update(portion)
                 group["params"] = []
         finally:
             for group, params in zip(self.param_groups, members, strict=True):
                 group["params"] = params
+
+    def _size(self, weight: nn.Parameter) -> int:
+        return self._sizes.get(weight, nbytes(weight))
 
     def _update(self, weights: Sequence[nn.Parameter]) -> None:
         states = [value for weight in weights for value in self.state.get(weight, {}).values() if _is_large(value)]

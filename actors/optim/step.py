@@ -102,7 +102,12 @@ class Updater:
             self.run.optim, self._parameters, DividedMatrices(self.tensors, self.cuts), self.masters.parts
         )
         if storage.is_off_device and self._optimizer is not None:
-            self._optimizer = OffloadedOptimizer(self._optimizer, storage)
+            sizes: dict[Tensor, int] = {
+                self._parameters[name]: math.prod(shard.whole) * self._parameters[name].element_size()
+                for name, shard in self.tensors.shards.items()
+                if name in self._parameters
+            }
+            self._optimizer = OffloadedOptimizer(self._optimizer, storage, sizes)
             reserve_states(storage, self.run.optim, self._parameters)
         self._average = None if self.run.ema is None else WeightAverage(self.run.ema, self.masters)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.muon import muon_with_adamw
+from raypar.actors.optim.muon.matrix_rounds import matrix_rounds
 from raypar.actors.specs import worlds
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT
@@ -17,6 +21,9 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
+from raypar.config.run import check_run
+from raypar.planner.sizes.sized_run import SizedRun
+from raypar.planner.traffic import step_traffic
 from tests.support.oracle_runs import whole
 from tests.support.team import Team
 
@@ -46,7 +53,7 @@ def computed(monkeypatch):
 
 
 def trained(model, mesh, steps=2, **changes):
-    fields = {"microbatches": 2 * mesh.dp, "steps": steps, "clip": None, "optim": MUON, "timeout": 20.0} | changes
+    fields = {"microbatches": mesh.dp, "steps": steps, "clip": None, "optim": MUON, "timeout": 20.0} | changes
     team = Team.of(Run(model=model, mesh=mesh, **fields))
     for number in range(steps):
         team.step(number)
@@ -85,7 +92,7 @@ def test_every_level_has_the_bits_of_whole_matrices_and_computes_each_once(cut, 
     model, mesh, changes = RUNS[kind]
     wanted = whole(trained(model, mesh, zero=1, **changes).weights())
     cut(1, 2, 3)
-    for level in (1, 2, 3):
+    for level in (1, 2, 3) if kind in ("two", "tensor") else (1, 3):
         computed.clear()
         team = trained(model, mesh, zero=level, **changes, **({"zero_reduce": "step"} if level > 1 else {}))
         assert team.world.cuts
@@ -94,3 +101,60 @@ def test_every_level_has_the_bits_of_whole_matrices_and_computes_each_once(cut, 
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
         copies = team.world.replicas // team.world.mesh.shards
         assert sorted(computed) == sorted(2 * copies * matrices_of(team))
+
+
+class Odd(nn.Module):
+    """Matrices in memory column by column, with gaps, empty, frozen and unused, beside what is no matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.columns = nn.Parameter(torch.randn(4, 40).t())
+        self.gaps = nn.Parameter(torch.randn(40, 8)[:, ::2].t())
+        self.number, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
+        self.frozen = nn.Parameter(torch.randn(4, 40), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(9, 9))
+
+    def forward(self, x):
+        x = nn.functional.linear(x, self.columns).tanh() * self.number
+        return nn.functional.linear(x, self.gaps + self.frozen) + self.none.sum()
+
+
+@pytest.mark.parametrize("dp", [2, 5])
+def test_matrices_of_any_order_without_elements_and_without_gradients(cut, dp):
+    found = []
+    for levels in ((), (1, 3)):
+        cut(*levels)
+        for level in (1, 3):
+            fields = {"m": 2, "dp": dp, "zero": level, "optim": Muon(lr=0.01, adamw=())}
+            team = Team(lambda: [Odd(), nn.Linear(4, 4, bias=False)], 1, **fields)
+            before = team.weights()
+            for number in range(2):
+                team.step(number)
+            found.append(team.weights())
+            assert torch.equal(found[-1]["layers.0.unused"], before["layers.0.unused"])
+            assert not torch.equal(found[-1]["layers.0.columns"], before["layers.0.columns"])
+    assert all(torch.equal(one[name], weight) for one in found for name, weight in found[0].items())
+
+
+@pytest.mark.parametrize(("mesh", "axis"), [(Mesh(dp=2), "dp"), (Mesh(dp=4, shard=2), "shard"), (Mesh(tp=2), "tp")])
+def test_parts_go_once_to_the_actor_of_a_matrix_and_once_back(cut, mesh, axis):
+    cut(1)
+    model = replace(MODEL, hidden=64, heads=4)
+    team = trained(model, mesh, steps=1)
+    sizes = sum(math.prod(shape) for shape in matrices_of(team))
+    sent = [table["all_to_all"][1] for table in team.ledger(axis)]
+    copies = team.world.replicas // team.world.mesh.shards
+    assert sum(sent) == copies * 2 * 4 * sizes // 2
+    if axis != "tp":
+        run = team.run
+        paper = step_traffic(SizedRun.of(run, check_run(run)["train"]))
+        assert sum(sent) == len(sent) * paper[axis, "all_to_all"]
+
+
+def test_an_actor_has_one_matrix_a_round_and_all_rounds_cost_alike():
+    shapes = {f"{kind}{i}": shape for i in range(6) for kind, shape in (("a", (8, 8)), ("b", (8, 32)), ("c", (32, 32)))}
+    rounds = matrix_rounds(shapes, dict.fromkeys(shapes, range(4)))
+    assert [len(one) for one in rounds] == [4, 4, 4, 4, 2]
+    assert all(len({*one.values()}) == len(one) for one in rounds)
+    assert [{name[0] for name in one} for one in rounds] == [{"c"}, {"c", "b"}, {"b"}, {"a"}, {"a"}]
+    assert matrix_rounds({"x": (2, 2), "y": (3, 3)}, {"x": [1], "y": [1, 2]}) == [{"y": 1}, {"x": 1}]
