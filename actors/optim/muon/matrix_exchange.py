@@ -9,7 +9,7 @@ computes a matrix, the spans of the next round are on their way to it, and the r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from raypar.actors.sharding import Shape, Shard, Span
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import empty_in
 
+Tables = tuple[list[list[list[int]]], list[list[int]]]  # see ``MatrixExchange._table``
 Parts = Callable[[], dict[str, Tensor]]  # waits, and returns tensors by logical name
 
 
@@ -93,13 +94,12 @@ class MatrixExchange:
     sharded: ShardedGradients
     tensors: Group | None
     cuts: CutMatrices | None
-    _tables: tuple[list[list[list[int]]], list[list[int]]] | None = None
-    _numbers: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._replicas = None if self.cuts is None else self.cuts.group
         self._numbers = {name: number for number, name in enumerate(self.slices)}
         self._rounds: list[Round] | None = None
+        self._tables: Tables | None = None
 
     def whole(self, name: str) -> Shape:
         """Return the rows and columns of a matrix."""
@@ -124,8 +124,8 @@ class MatrixExchange:
         Returns:
             An iterator of (logical name, this actor's part), which has the shape of ``part``'s.
         """
-        self._dtype = dtype
-        rounds = [{name: one for name, one in each.items() if name in names} for each in self._planned(names)]
+        self._dtype, present = dtype, {*names}
+        rounds = [{name: one for name, one in each.items() if name in present} for each in self._planned(names)]
         if not rounds:
             return
         wholes: Parts = self._join(rounds[0], part)
@@ -273,7 +273,7 @@ class MatrixExchange:
         rows, end_row, columns, end_column, _ = self._tables[0][rank][self._numbers[name]]
         return whole[rows:end_row, columns:end_column]
 
-    def _table(self) -> tuple[list[list[list[int]]], list[list[int]]]:
+    def _table(self) -> Tables:
         """Return how the other actors hold matrices; the members of a tensor group exchange it once.
 
         Returns:
