@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.optim import optimizer
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.muon import muon_with_adamw
 from raypar.actors.optim.muon.matrix_rounds import matrix_rounds
 from raypar.actors.specs import worlds
+from raypar.actors.specs.data import Batches
 from raypar.actors.specs.lora import Lora
-from raypar.actors.specs.model import GPT
+from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.precision import Precision
@@ -25,7 +27,7 @@ from raypar.config.run import check_run
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.traffic import step_traffic
 from tests.support.oracle_runs import whole
-from tests.support.team import Team
+from tests.support.team import Team, batch, mse
 
 MODEL = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
 EXPERTS = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256, moe=MoE(experts=4, top_k=2))
@@ -160,3 +162,13 @@ def test_an_actor_has_one_matrix_a_round_and_all_rounds_cost_alike():
     assert all(len({*one.values()}) == len(one) for one in rounds)
     assert [{name[0] for name in one} for one in rounds] == [{"c"}, {"c", "b"}, {"b"}, {"a"}, {"a"}]
     assert matrix_rounds({"x": (2, 2), "y": (3, 3)}, {"x": [1], "y": [1, 2]}) == [{"y": 1}, {"x": 1}]
+
+
+def test_portions_off_the_device_are_those_of_all_tensor_ranks(monkeypatch):
+    """Slices of different sizes: with portions by those, one rank would exchange matrices that the other has not."""
+    monkeypatch.setattr(optimizer, "PORTION", 4 * 4 * 5)
+    linears = lambda: [nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 4)) for n in (5, 3, 5)]  # noqa: E731
+    model = Layers(linears, mse, plan={"layers.*.0": "column", "layers.*.2": "row"})
+    fields = {"optim": Muon(adamw=()), "data": Batches(batch)}
+    found = [trained(model, Mesh(tp=2), **fields, offload=offload).weights() for offload in ("none", "optimizer")]
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
