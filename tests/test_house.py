@@ -530,7 +530,8 @@ MAY_IMPORT = {
     ),
     "raypar/parity": (
         "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start schedules"
+        "actors/models actors/optim actors/optim/muon actors/specs raypar raypar/config raypar/job raypar/job/start "
+        "schedules"
     ),
     "raypar/planner": (
         "actors/machine actors/mesh actors/models actors/specs raypar raypar/planner/calibrated "

@@ -200,7 +200,7 @@ class MatrixExchange:
                 if self._shard(name) is None:
                     joined[name] = slices[name]
                     continue
-                joined[name] = torch.empty(self.whole(name), dtype=self._dtype, device=group.device)
+                joined[name] = pieces[0].new_empty(self.whole(name))
                 for rank, piece in enumerate(pieces):
                     if piece.numel():
                         inside = self._box(joined[name], rank, name)

@@ -32,7 +32,7 @@ def gather_parts(
     packed = _packed([parts[name] for root in range(group.size) for name in sent[root]], dtype, group.device)
     splits = [sum(counts(name, group.rank) for name in sent[root]) for root in range(group.size)]
     sizes = [[counts(name, rank) for name in here] for rank in range(group.size)]
-    came = torch.empty(sum(map(sum, sizes)), dtype=dtype, device=group.device)
+    came = packed.new_empty(sum(map(sum, sizes)))
     handle = group.all_to_all(came, packed, [*map(sum, sizes)], splits)
 
     def finish() -> dict[str, list[Tensor]]:
@@ -68,7 +68,7 @@ def scatter_parts(
     splits = [sum(pieces[name][rank].numel() for name in here) for rank in range(group.size)]
     names = [name for root in range(group.size) for name in sent[root]]
     sizes = [counts(name, group.rank) for name in names]
-    came = torch.empty(sum(sizes), dtype=dtype, device=group.device)
+    came = packed.new_empty(sum(sizes))
     from_each = [sum(counts(name, group.rank) for name in sent[root]) for root in range(group.size)]
     handle = group.all_to_all(came, packed, from_each, splits)
 
@@ -88,7 +88,7 @@ def _by_root(roots: Mapping[str, int]) -> defaultdict[int, list[str]]:
 
 def _packed(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a copy of tensors, one after the other, each row by row."""
-    packed = torch.empty(sum(part.numel() for part in parts), dtype=dtype, device=device)
+    packed = torch.empty(0, dtype=dtype).to(device).new_empty(sum(part.numel() for part in parts))
     for part, target in zip(parts, packed.split([part.numel() for part in parts]), strict=False):
         target.view(part.shape).copy_(part)
     return packed
