@@ -42,6 +42,7 @@ _FOR_RAY = "ray"  # a folder in this user's folder
 _MOST_NAMES = 100  # most folder names to try, as other users may own some
 _ANSWERS = 2  # seconds
 _REMOVALS, _SETTLES = 5, 0.1  # tries to remove a session folder, and the seconds between two
+_started_in = set[Path]()  # the folder of the Ray that this process has started, also if that was interrupted
 _LATEST = "session_latest"  # Ray's link to the newest session folder
 _NODE = "_private.worker._global_node"
 _NO_NODE = "No node info found"  # Ray's error if this machine has no node
@@ -77,6 +78,7 @@ def start_on_loopback(**settings: Any) -> None:
     if not has_feature("shared_memory_folder"):
         settings["_plasma_directory"] = tempfile.gettempdir()
     folder = ray_folder()
+    _started_in.add(folder)
     with _loopback_kept():
         started: Any = ray.init(_node_ip_address=_LOOPBACK, _temp_dir=str(folder), **settings)
     session = Path(started.address_info["session_dir"])
@@ -94,8 +96,9 @@ def disconnect(*, keeps_logs: bool = False) -> None:
         keeps_logs: Whether the folder stays, as something has failed that its logs may explain.
     """
     session = None if (logs := logs_folder()) is None else logs.parent
-    is_own = session is not None and (session / OWNER_FILE).is_file() and own_raylet() is not None
     ray.shutdown()
+    is_own = session is not None and session.parent in _started_in
+    _started_in.clear()
     if session is None or not is_own or keeps_logs:
         return
     for _ in range(_REMOVALS):  # its last processes may still write there

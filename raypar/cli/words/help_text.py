@@ -14,6 +14,7 @@ from raypar.cli.words.columns import fitted, terminal_width
 from raypar.cli.words.flag_fields import FlagField, abouts, flag_fields, word_alone
 from raypar.cli.words.flags import HELP, is_base
 from raypar.errors import ConfigError
+from raypar.schedules.nearest_name import did_you_mean
 
 OWN = "flags of its own"
 
@@ -98,8 +99,10 @@ class Help(NamedTuple):
             few = [one for one in every if one.path in usual] if self.is_run else []
             found = few or [one for one in every if "." not in one.path] or every
         elif not found:
+            words = [*self.subjects(every), *(one.path.replace("_", "-") for one in every)]
             known = ", ".join([*self.subjects(every), "or a part of a flag"])
-            raise ConfigError([f"--help: no flag and no group of flags is named {subject!r}: give {known}"])
+            fix = did_you_mean(subject, words, f"give {known}", spelled=repr)
+            raise ConfigError([f"--help: no flag and no group of flags is named {subject!r}: {fix}"])
         name, metavar = word_alone(self.kind) if self.has_word else ("", "")
         lines = [f"usage: raypar {' '.join(filter(None, (self.command, wording.usage)))} [flags]", "", self.what, ""]
         if name:

@@ -69,10 +69,11 @@ class Parsed(Generic[A]):
     wrong: Sequence[FieldFault]
 
 
-_MORE = (
-    "Flags of parts that it has not: raypar train moe-small --help all (--model.moe), "
-    "raypar train llama-small --help all, and raypar sft --help all (--model.lora, --data.template)."
-)
+_ELSEWHERE = {
+    "train moe-small": "experts (--model.moe)",
+    "train llama-small": "a Llama",
+    "sft": "fine-tuning (--model.lora, --data.template)",
+}
 
 
 def parse(
@@ -118,7 +119,7 @@ def parse(
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
         named = base not in others
         about = what if wording else f"{what} {_what_flags_change(base if named else None)}"
-        Help(command, about, kind, kind(**parts), True, named, _MORE, wording).raise_if_asked(words)
+        Help(command, about, kind, kind(**parts), True, named, _more(command), wording).raise_if_asked(words)
         sound, faults = read_flags(kind, left, default, wrong)
         return Parsed(_with_flags(kind(**parts), sound, command), [*wrong, *faults])
 
@@ -137,6 +138,12 @@ def _with_flags(default: A, words: Sequence[str], command: str) -> A:
             warnings.filterwarnings("ignore", "<class '.*Layers'> does not match", UserWarning)
         config = (tyro.conf.AvoidSubcommands,)
         return tyro.cli(type(default), config=config, args=words, default=default, prog=f"raypar {command}")
+
+
+def _more(command: str) -> str:
+    """Return which commands show the flags of parts that the run of a command's help does not have."""
+    others = (f"raypar {words} --help all, {what}" for words, what in _ELSEWHERE.items() if words != command)
+    return f"Flags of other parts: {'; '.join(others)}."
 
 
 def _what_flags_change(base: str | None) -> str:

@@ -351,6 +351,21 @@ def _connect() -> bool:
         return True
     old = os.umask(0o077)  # Ray writes its token file with the umask of the process
     try:
+        _start_ray()
+    finally:
+        os.umask(old)
+    return True
+
+
+def _start_ray(starts: int = 3) -> None:
+    """Start Ray on this machine. It is started again where it was only late, up to so many times in all.
+
+    Ray waits 30 s for its own node, which nothing changes; on a busy machine that can be too short.
+
+    Raises:
+        JobError: It does not start.
+    """
+    try:
         _in_lasting_thread(
             start_on_loopback,
             address="local",
@@ -362,18 +377,22 @@ def _connect() -> bool:
             object_store_memory=256 * 2**20,  # bytes: small, because tensors never go through it
         )
     except BaseException as error:  # Ray raises many types; at a Ctrl-C, parts of Ray are running already
-        ray.shutdown()
+        _disconnect(type(error))
         if not isinstance(error, Exception):
             raise
-        raise JobError(
-            f"Ray does not start on this machine ({first_line(error)}): try again if the machine is busy "
-            f"(load {os.getloadavg()[0]:.0f} on {num_cores()} cores), with {_PATIENCE}=300 for more than "
-            f"{os.environ[_PATIENCE]} s; else see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray of yours "
-            "is left running"
-        ) from error
-    finally:
-        os.umask(old)
-    return True
+        load = f"load {os.getloadavg()[0]:.0f} on {num_cores()} cores"
+        is_late = "timed out" in str(error)
+        if is_late and starts > 1:
+            log.warning("Ray was not up in time on this machine (%s): it is started again", load)
+            _start_ray(starts - 1)
+            return
+        fix = (
+            f"try again when the machine is less busy ({load})"
+            if is_late
+            else f"see that /tmp (or RAY_TMPDIR) has room, and that no broken Ray of yours is left running; on a busy "
+            f"machine ({load}), set {_PATIENCE} to more than the {os.environ[_PATIENCE]} s of now"
+        )
+        raise JobError(f"Ray does not start on this machine ({first_line(error)}): {fix}") from error
 
 
 @contextmanager

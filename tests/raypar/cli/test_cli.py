@@ -672,8 +672,26 @@ def test_a_ray_that_does_not_start_is_a_failed_run(said, monkeypatch, data, erro
     code, out, err = said("train", "gpt-tiny", *data)
     assert (code, out) == (4, "")
     assert err.splitlines()[-1].startswith("raypar: Ray does not start on this machine (")
-    assert "with RAY_gcs_server_port_wait_time_s=300 for more than 90 s" in err
+    assert "set RAY_gcs_server_port_wait_time_s to more than the 90 s of now" in err
     assert "Traceback" not in err
+
+
+def test_a_ray_that_is_late_is_started_again(said, monkeypatch, data):
+    cluster = importlib.import_module("raypar.cluster.lifecycle.ray_cluster")
+    starts = []
+
+    def late(**settings):
+        starts.append(settings)
+        raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "shutdown", lambda: None)
+    monkeypatch.setattr(cluster.ray, "init", late)
+    code, _, err = said("train", "gpt-tiny", *data)
+    assert (code, len(starts)) == (4, 3)
+    assert err.count("Ray was not up in time on this machine (load ") == 2, err
+    assert "try again when the machine is less busy (load " in err.splitlines()[-1]
 
 
 def test_sigterm_saves_a_run_and_ends_its_actors(cluster, data, tmp_path):

@@ -110,6 +110,20 @@ def test_help_about_nothing_that_it_knows_says_what_it_knows(said, name):
     assert all(said(*words[:-1], subject)[0] == 0 for subject in known[:2])
 
 
+def test_help_about_a_word_that_is_nearly_one_says_which(said):
+    code, _, err = said("train", "--help", "stpes")
+    assert code == 2 and "did you mean 'steps'?" in " ".join(err.split()), err
+
+
+def test_help_of_all_flags_names_other_commands_for_other_parts(said):
+    ends = {
+        name: " ".join(said(name, "--help", "all")[1].split()).partition("Flags of other parts: ")[2]
+        for name in ("train", "sft")
+    }
+    assert "raypar sft --help all, fine-tuning" in ends["train"]
+    assert "raypar sft" not in ends["sft"] and "raypar train moe-small --help all, experts" in ends["sft"]
+
+
 @pytest.mark.parametrize("words", [("--help", "--mesh.pp", "2"), ("--help", "gpt-tiny"), ("gpt-tiny", "-h")])
 def test_words_of_the_command_after_help_are_no_subjects(said, words):
     assert said("train", *words)[0] == 0

@@ -147,8 +147,7 @@ def test_the_session_folder_of_an_own_ray_is_removed_at_its_end_unless_its_logs_
     (session / "logs").mkdir(parents=True)
     (session / "logs" / "raylet.out").touch()
     (tmp_path / "session_latest").symlink_to(session)
-    if is_own:
-        (session / ray_private.OWNER_FILE).touch()
+    monkeypatch.setattr(ray_private, "_started_in", {tmp_path} if is_own else set())
     removes = shutil.rmtree
 
     def late(folder, **settings):  # a process of Ray's that has not ended yet
@@ -157,10 +156,10 @@ def test_the_session_folder_of_an_own_ray_is_removed_at_its_end_unless_its_logs_
 
     monkeypatch.setattr(ray_private, "ray", SimpleNamespace(shutdown=lambda: None))
     monkeypatch.setattr(ray_private, "logs_folder", lambda: session / "logs")
-    monkeypatch.setattr(ray_private, "own_raylet", lambda: 1)
     monkeypatch.setattr(ray_private.shutil, "rmtree", late)
     ray_private.disconnect(keeps_logs=keeps)
     assert session.exists() == (tmp_path / "session_latest").is_symlink() == stays
+    assert not ray_private._started_in, "the next Ray may be that of others"
 
 
 def test_without_shared_memory_the_object_store_is_in_the_folder_for_temporary_files(started, monkeypatch):
