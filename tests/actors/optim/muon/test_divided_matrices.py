@@ -27,6 +27,7 @@ from raypar.config.run import check_run
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.traffic import step_traffic
 from tests.support.oracle_runs import whole
+from tests.support.snapshots import loaded, read
 from tests.support.team import Team, batch, mse
 
 MODEL = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
@@ -172,3 +173,15 @@ def test_portions_off_the_device_are_those_of_all_tensor_ranks(monkeypatch):
     fields = {"optim": Muon(adamw=()), "data": Batches(batch)}
     found = [trained(model, Mesh(tp=2), **fields, offload=offload).weights() for offload in ("none", "optimizer")]
     assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+
+
+@pytest.mark.parametrize("there", [Mesh(dp=2), Mesh(tp=2), Mesh(pp=2, dp=3)])
+def test_spans_of_momentum_go_to_another_layout(cut, there, tmp_path):
+    cut(1)
+    team = trained(MODEL, Mesh(dp=3), steps=1)
+    mine, tensors = read(team, tmp_path / "mine")
+    other = Team.of(replace(team.run, mesh=there, microbatches=there.dp))
+    theirs, _ = read(loaded(other, tmp_path / "mine", tensors), tmp_path / "theirs")
+    assert mine["optim.blocks.0.mlp.up.weight.momentum_buffer"].shape == (64, 16)
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
