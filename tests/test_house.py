@@ -377,8 +377,9 @@ MAY_IMPORT = {
     "actors/models/tiles": "actors actors/layers actors/models actors/specs",
     "actors/optim": (
         "actors actors/autograd actors/checkpoint actors/collective actors/data actors/machine actors/models "
-        "actors/models/init actors/models/tiles actors/specs actors/tensor_parallel"
+        "actors/models/init actors/models/tiles actors/optim/muon actors/specs actors/tensor_parallel"
     ),
+    "actors/optim/muon": "actors actors/collective actors/specs actors/tensor_parallel",
     "actors/pipeline": (
         "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
         "actors/layers actors/machine actors/models actors/models/init actors/specs schedules"
@@ -401,8 +402,8 @@ MAY_IMPORT = {
     "actors/worker/build": (
         "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "
         "actors/expert_parallel actors/inspect actors/machine actors/mesh actors/models actors/models/tiles "
-        "actors/optim actors/pipeline actors/specs actors/tensor_parallel actors/tensor_parallel/grid "
-        "schedules schedules/passes"
+        "actors/optim actors/optim/muon actors/pipeline actors/specs actors/tensor_parallel "
+        "actors/tensor_parallel/grid schedules schedules/passes"
     ),
     "raypar": "actors actors/machine schedules schedules/drawing",
     "raypar/calibration": (
@@ -529,7 +530,8 @@ MAY_IMPORT = {
     ),
     "raypar/parity": (
         "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/optim actors/specs raypar raypar/config raypar/job raypar/job/start schedules"
+        "actors/models actors/optim actors/optim/muon actors/specs raypar raypar/config raypar/job raypar/job/start "
+        "schedules"
     ),
     "raypar/planner": (
         "actors/machine actors/mesh actors/models actors/specs raypar raypar/planner/calibrated "

@@ -32,6 +32,7 @@ class Masters:
     Attributes:
         storage: The storage.
         parameters: The masters by logical name; each has a gradient after ``take_gradients``.
+        parts: The spans of parameters that masters are, by logical name.
         views: The logical names of the masters that are spans of the layers' parameters themselves.
         shapes: The shape of each parameter, which its master is or of which it is a span, by logical name.
 
@@ -46,7 +47,7 @@ class Masters:
         copies: Mapping[str, Tensor] | None = None,
         parts: Mapping[str, Shard] = MappingProxyType({}),
     ) -> None:
-        self.storage, self.parameters = storage, model if masters is None else masters
+        self.storage, self.parameters, self.parts = storage, model if masters is None else masters, parts
         self.shapes = {name: tuple(master.shape) for name, master in self.parameters.items()}
         self.shapes |= {name: part.whole for name, part in parts.items()}
         whole = [(model[name], master) for name, master in self.parameters.items() if name not in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from inspect import unwrap
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -15,9 +16,10 @@ from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.machine.offload_storage import PORTION, OffloadStorage
 from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
-from raypar.actors.optim.muon import MuonWithAdamW
+from raypar.actors.optim.muon.matrix_exchange import DividedMatrices
+from raypar.actors.optim.muon.muon_with_adamw import MuonWithAdamW
 from raypar.actors.portions import portions
-from raypar.actors.sharding import Shape
+from raypar.actors.sharding import Shape, Shard
 from raypar.actors.specs.optim import SGD, AdamW, AnyOptimizer, Muon
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.tensors import is_dense, nbytes
@@ -52,30 +54,31 @@ class Optimizer(Protocol):
     def step(self) -> Any: ...
 
 
-_WHOLE = ShardedGradients({}, {}, None, watched=False)
+_WHOLE = DividedMatrices(ShardedGradients({}, {}, None, watched=False))
 
 
 def build_optimizer(
     spec: AnyOptimizer,
     parameters: Mapping[str, nn.Parameter],
-    tensors: ShardedGradients = _WHOLE,
-    shapes: Mapping[str, Shape] = MappingProxyType({}),
+    divided: DividedMatrices = _WHOLE,
+    parts: Mapping[str, Shard] = MappingProxyType({}),
 ) -> Optimizer | None:
     """Build the optimizer for some parameters. Those with the same ``Rule`` are one parameter group.
 
     Args:
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
-        tensors: The parameters that a tensor-parallel group shards; by default none.
-        shapes: The shapes of the weights, by logical name, of which parameters are spans.
+        divided: How several actors divide the parameters; by default all are whole here.
+        parts: The spans of weights that parameters are, by logical name.
 
     Returns:
-        The optimizer, or None if there are no parameters.
+        The optimizer, or None if there are no parameters, here or on other replicas.
     """
+    shapes = {name: parts[name].whole if name in parts else tuple(p.shape) for name, p in parameters.items()}
     alike = defaultdict[Rule, list[nn.Parameter]](list)
     for name, parameter in parameters.items():
-        alike[rule_of(spec, untiled(name), len(shapes.get(name, parameter.shape)))].append(parameter)
-    if not alike:
+        alike[rule_of(spec, untiled(name), len(shapes[name]))].append(parameter)
+    if not alike and not divided.cuts:
         return None
     groups = defaultdict[str, list[dict[str, Any]]](list)
     for rule, members in alike.items():
@@ -86,10 +89,15 @@ def build_optimizer(
     if isinstance(spec, Muon):
         others = _adamw(groups["adamw"], spec.adamw_betas, spec.adamw_eps) if groups["adamw"] else None
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
-        return MuonWithAdamW(spec, groups["muon"], others, names, tensors)
+        exchanges = divided.exchanges(shapes, parts, partial(_is_of_muon, spec))
+        return MuonWithAdamW(spec, groups["muon"], others, names, exchanges)
     # Not fused: on CPUs torch 2.13's fused SGD doesn't update half-precision weights, and fails for a parameter that
     # gets its first gradient in a later step.
     return _SGD(groups["sgd"], momentum=spec.momentum)
+
+
+def _is_of_muon(spec: Muon, name: str, shape: Shape) -> bool:
+    return rule_of(spec, untiled(name), len(shape)).kind == "muon"
 
 
 def _adamw(groups: list[dict[str, Any]], betas: tuple[float, float], eps: float) -> torch.optim.Optimizer:
@@ -154,6 +162,8 @@ class OffloadedOptimizer:
     Args:
         optimizer: The optimizer of all weights.
         storage: Storage of weights, gradients and states.
+        sizes: Bytes of the tensors of which weights are slices, so that all members of a tensor group, whose slices may
+            differ in size, have the same portions; others have their own.
 
     Attributes:
         param_groups: All parameter groups.
@@ -162,8 +172,8 @@ class OffloadedOptimizer:
     Source: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training".
     """
 
-    def __init__(self, optimizer: Optimizer, storage: OffloadStorage) -> None:
-        self._optimizer, self._storage = optimizer, storage
+    def __init__(self, optimizer: Optimizer, storage: OffloadStorage, sizes: Mapping[Tensor, int]) -> None:
+        self._optimizer, self._storage, self._sizes = optimizer, storage, sizes
         self.param_groups: list[dict[str, Any]] = optimizer.param_groups
         self.state: defaultdict[Tensor, Any] = optimizer.state
 
@@ -174,13 +184,16 @@ class OffloadedOptimizer:
             for group in self.param_groups:
                 group["params"] = []
             for group, params in zip(self.param_groups, members, strict=True):
-                for portion in portions((one for one in params if one.grad is not None), nbytes, PORTION):
+                for portion in portions((one for one in params if one.grad is not None), self._size, PORTION):
                     group["params"] = portion
                     self._update(portion)
                 group["params"] = []
         finally:
             for group, params in zip(self.param_groups, members, strict=True):
                 group["params"] = params
+
+    def _size(self, weight: nn.Parameter) -> int:
+        return self._sizes.get(weight, nbytes(weight))
 
     def _update(self, weights: Sequence[nn.Parameter]) -> None:
         states = [value for weight in weights for value in self.state.get(weight, {}).values() if _is_large(value)]

@@ -21,6 +21,7 @@ from raypar.actors.optim.block_norm import BlockNorms, GradientBlocks
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
+from raypar.actors.optim.muon.matrix_exchange import CutMatrices, DividedMatrices
 from raypar.actors.optim.optimizer import (
     OffloadedOptimizer,
     Optimizer,
@@ -77,6 +78,7 @@ class Updater:
         run: The run, with the settings of the optimizer.
         scaler: The scale of the loss.
         reached: Parameters that must have a gradient in the first update; others are reported.
+        cuts: How replicas divide the elements of matrices, for an optimizer that updates these as a whole.
     """
 
     masters: Masters
@@ -89,6 +91,7 @@ class Updater:
     run: Run
     scaler: LossScaler
     reached: Collection[str]
+    cuts: Sequence[CutMatrices] = ()
 
     def __post_init__(self) -> None:
         storage, self._parameters = self.masters.storage, self.masters.parameters
@@ -96,10 +99,15 @@ class Updater:
         elements = {name: math.prod(shape) for name, shape in self.masters.shapes.items()}
         self._blocks = GradientBlocks(self._parameters, elements)
         self._optimizer: Optimizer | None = build_optimizer(
-            self.run.optim, self._parameters, self.tensors, self.masters.shapes
+            self.run.optim, self._parameters, DividedMatrices(self.tensors, self.cuts), self.masters.parts
         )
         if storage.is_off_device and self._optimizer is not None:
-            self._optimizer = OffloadedOptimizer(self._optimizer, storage)
+            sizes: dict[Tensor, int] = {
+                self._parameters[name]: math.prod(shard.whole) * self._parameters[name].element_size()
+                for name, shard in self.tensors.shards.items()
+                if name in self._parameters
+            }
+            self._optimizer = OffloadedOptimizer(self._optimizer, storage, sizes)
             reserve_states(storage, self.run.optim, self._parameters)
         self._average = None if self.run.ema is None else WeightAverage(self.run.ema, self.masters)
 

@@ -69,30 +69,6 @@ class ShardedGradients:
             return []
         return [name for name in names if name not in self.shards and name not in self.private]
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """Gather a tensor that is sharded like a parameter. All members call it, in the same order.
-
-        Args:
-            name: Logical name of the parameter.
-            part: This member's part, in the shape of its part of the parameter, in any memory.
-
-        Returns:
-            The whole tensor, the same on every member, on the device; ``part`` if it is whole and there already.
-        """
-        part, shard = part.to(self.device), self.shards.get(name)
-        if shard is None or self.group is None:
-            return part
-        whole = part.new_zeros(shard.whole)
-        if name in self._counted:
-            shard.take(whole).copy_(part)
-        self.group.all_reduce(whole).wait()  # each element is nonzero on one member only: exact
-        return whole
-
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return a view of this member's part of a whole tensor, the inverse of ``whole``."""
-        shard = self.shards.get(name)
-        return whole if shard is None else shard.take(whole)
-
 
 def demand_equal_squares(names: Sequence[str], own: Tensor, total: Tensor, group: Group) -> None:
     """Demand that gradients that should be the same on all members are, but for rounding.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from raypar.actors.optim.groups import is_matrix, rule_of
 from raypar.actors.optim.lr import lr_at
-from raypar.actors.optim.muon import scale_of
+from raypar.actors.optim.muon.muon_with_adamw import scale_of
 from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.run import Run
 from raypar.config.arguments import checked_arguments

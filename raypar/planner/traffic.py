@@ -7,8 +7,10 @@ from collections.abc import Sequence
 
 from raypar.actors.models.partition import split_layers, transformer_costs
 from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.recompute import word_of
 from raypar.actors.specs.run import Run
+from raypar.planner.memory.activations import ELEMENT_BYTES
 from raypar.planner.memory.worker import element_bytes
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.schedules.passes.first_steps import first_steps
@@ -25,6 +27,7 @@ def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
     of what replicas have updated, and a gather send half as much, as often as the schedule has them. With the gradient
     of each tensor goes a flag, which says whether there is one; if replicas cut tensors, one for each that has a part.
     For experts that actors divide, N is the number of those that hold the same ones, and their tokens go by all_to_all.
+    If replicas cut tensors, the parts of each of Muon's matrices go to one of them by all_to_all, and back.
     The vote that opens the STEP, a few numbers, is left out.
 
     Args:
@@ -51,11 +54,14 @@ def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
                 found.update(alone[rank])
         else:
             _add_replicas(sent, sized, dense, shards, "shard" if world.hybrid else "dp")
+            matrices = [one - other for one, other in zip(counts.matrices, counts.expert_matrices, strict=True)]
+            _add_matrices(sent, sized, matrices, shards, "shard" if world.hybrid else "dp")
     if world.experts is not None:
         if world.expert_replicas > 1:
             flags = world.expert_replicas if world.cuts else 1
             of_experts = [(units.experts, units.num_expert_parts(flags)) for units in counts.units]
             _add_replicas(sent, sized, of_experts, world.expert_replicas, "edp")
+            _add_matrices(sent, sized, counts.expert_matrices, world.expert_replicas, "edp")
         if isinstance(run.model, Transformer):
             _add_tokens(sent, run, run.model, sized.schedule)
     most = max(sent, key=Counter.total)
@@ -95,6 +101,24 @@ def _add_replicas(
             copies = world.replicas // shards
             own = sum(gradients[stage] for stage in stages) // shards
             found["replicate", "all_reduce"] += 2 * own * (copies - 1) // copies
+
+
+def _add_matrices(sent: Sequence[Sent], sized: SizedRun, matrices: Sequence[int], shards: int, axis: str) -> None:
+    """Add the parts of Muon's matrices that replicas send to the one that computes a matrix, and of its results.
+
+    Each replica has the N-th part of every matrix, and computes the N-th part of the matrices.
+
+    Args:
+        sent: The bytes by axis and op, of each pipeline rank.
+        sized: The run.
+        matrices: By pipeline rank, the parameters that Muon updates; empty if the optimizer is another one.
+        shards: Number of the replicas that divide them.
+        axis: The axis of their group.
+    """
+    if sized.world.cuts and isinstance(sized.run.optim, Muon):
+        element = ELEMENT_BYTES[sized.run.optim.precision]
+        for found, count in zip(sent, matrices, strict=True):
+            found[axis, "all_to_all"] += 2 * element * count * (shards - 1) // shards**2
 
 
 def _add_tokens(sent: Sequence[Sent], run: Run, model: Transformer, schedule: Schedule) -> None:

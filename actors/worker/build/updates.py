@@ -4,6 +4,7 @@ of this actor or of parameter servers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -19,9 +20,11 @@ from raypar.actors.data_parallel.zero1 import MOST_FLATS, CutWeights, OwnedWeigh
 from raypar.actors.machine.flat_memory import flat_empty
 from raypar.actors.mesh.world import ReplicaGroup
 from raypar.actors.optim.loss_scale import LossScaler
+from raypar.actors.optim.muon.matrix_exchange import CutMatrices
 from raypar.actors.optim.step import ParameterUpdate, Updater
 from raypar.actors.optim.votes import ReportedGradients
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.results import Updated
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
 from raypar.actors.worker.build.model_part import ModelPart
@@ -138,7 +141,23 @@ def updater_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Upd
         reported = ReportedGradients(reports, reports, reports)
     reached = part.parameters.keys() - part.model.experts.keys() if watched else ()
     experts = part.owners.experts
-    return Updater(part.masters, names, part.ties, every, tensors, reported, experts, run, scaler, reached)
+    cuts = _cut_matrices(context, part) if isinstance(run.optim, Muon) else ()
+    return Updater(part.masters, names, part.ties, every, tensors, reported, experts, run, scaler, reached, cuts)
+
+
+def _cut_matrices(context: RankContext, part: ModelPart) -> list[CutMatrices]:
+    """Return how replicas divide the elements of this actor's parameters, of experts and of others apart."""
+    world, found = context.world, []
+    for replicas, is_expert in ((world.dense, False), (world.experts, True)):
+        shapes = {
+            name: tuple(parameter.shape)
+            for name, parameter in part.parameters.items()
+            if name in part.cuts and (name in part.owners.experts) == is_expert
+        }
+        if replicas is not None and shapes:
+            spans = {name: part.cuts[name].holders(math.prod(shape)) for name, shape in shapes.items()}
+            found.append(CutMatrices(context.groups[replicas.shard_key], shapes, spans))
+    return found
 
 
 def shared_update(

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from raypar.actors.machine.this_machine import device_kind, torch_has_cuda
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.model import Layers
+from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.planner.memory.activations import ELEMENT_BYTES, most_kept, uneven_load
@@ -210,7 +211,10 @@ def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = Non
                 gathered=gathered,
                 versions=(versions[rank] - 1) * each.weight * count,
                 buckets=buckets,
-                working=_working(device, activations[rows[rank]] or 0, uneven[rows[rank]]),
+                working=max(
+                    _working(device, activations[rows[rank]] or 0, uneven[rows[rank]]),
+                    _of_matrices(sized, counts.largest_matrix[rank] if counts.largest_matrix else 0),
+                ),
                 twice=gradients if waits else 0,
                 shared=shared if device == "cpu" else 0,
                 offloaded=offloaded_bytes(world, each, own, kept, optimizer),
@@ -240,6 +244,20 @@ def _working(device: DeviceKind, activations: int, uneven: int) -> int:
     """
     working = round(WORKING_OF[device] * (activations + uneven))
     return working + uneven + (activations + uneven + working if uneven and device == "cpu" else 0)
+
+
+def _of_matrices(sized: SizedRun, largest: int) -> int:
+    """Return the bytes of whole matrices during an update by Muon of tensors that replicas cut.
+
+    An actor has a matrix, its normalized copy, the product that replaces it and two Gram matrices, while parts of the
+    next one come and of the last result go: what it sends of the matrices of a round, and what it gets.
+
+    Args:
+        sized: The run.
+        largest: The elements of its largest matrix.
+    """
+    run = sized.run
+    return 9 * ELEMENT_BYTES[run.optim.precision] * largest if sized.world.cuts and isinstance(run.optim, Muon) else 0
 
 
 def _owned(sized: SizedRun, rank: int, state: int) -> tuple[int, int]:

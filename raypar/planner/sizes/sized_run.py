@@ -33,6 +33,8 @@ class ParameterCounts:
         experts: By pipeline rank, those of ``held`` that are of experts which actors divide; empty if they do not.
         apart: Those of an expert actor; None if experts have no actors of their own.
         frozen: By pipeline rank, weights beside ``held`` that nothing updates; empty if there are none.
+        expert_matrices: By pipeline rank, those of ``matrices`` that are of experts which actors divide.
+        largest_matrix: By pipeline rank, those of the largest whole matrix that Muon updates.
         shares: By pipeline rank, what the replica that updates most does of ``held``; empty if that is not known.
     """
 
@@ -42,6 +44,8 @@ class ParameterCounts:
     experts: Sequence[int] = ()
     apart: ParameterCounts | None = None
     frozen: Sequence[int] = ()
+    expert_matrices: Sequence[int] = ()
+    largest_matrix: Sequence[int] = ()
     shares: Sequence[PartSize] = ()
 
 
@@ -83,6 +87,8 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Parame
         units=[Units.of(stage, tile_patterns(model, run.tile), experts_stay=world.experts_stay) for stage in stages],
         matrices=_matrices(run, weights),
         experts=[held_count(one for one in held if one.is_expert) for held in weights],
+        expert_matrices=_matrices(run, [[one for one in held if one.is_expert] for held in weights]),
+        largest_matrix=[max((one.whole for one in held if _is_of_muon(run, one)), default=0) for held in weights],
     )
     if mesh.expert_actors:
         with_some = replace(run, mesh=Mesh(pp=mesh.pp, dp=mesh.expert_actors, ep=mesh.expert_actors))

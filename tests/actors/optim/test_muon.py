@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from raypar.actors.optim.muon import orthogonalized, scale_of
+from raypar.actors.optim.muon.muon_with_adamw import orthogonalized, scale_of
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.specs.optim import AdamW, Muon
 

@@ -21,7 +21,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Layers, Llama
 from raypar.actors.specs.moe import MoE
-from raypar.actors.specs.optim import SGD
+from raypar.actors.specs.optim import SGD, Muon
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
@@ -105,7 +105,7 @@ def test_the_fullest_actor_has_hardly_more_than_the_mean(model, axes, replicas):
 
 
 @pytest.mark.usefixtures("cuts")
-@pytest.mark.parametrize("optim", [None, SGD()])
+@pytest.mark.parametrize("optim", [None, SGD(), Muon()])
 @pytest.mark.parametrize("model", [GPT(**SMALL), Llama(**SMALL, kv_heads=2), GPT(**SMALL, moe=MoE(experts=4))])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 def test_of_small_models_too_at_every_level(model, replicas, optim):
@@ -216,6 +216,15 @@ def test_copies_of_shards_are_added_up_and_experts_sent_apart():
         *(("edp", op) for op in ("reduce_scatter", "all_gather")),
         ("ep", "all_to_all"),
     }
+
+
+@pytest.mark.usefixtures("cuts")
+def test_muon_has_whole_matrices_for_a_while():
+    changes = {"optim": Muon(), "zero": 3}
+    (memory,) = memory_of(sized_of(GPT2_XL, Mesh(dp=64), **changes))
+    assert memory.working >= 9 * 4 * 1600 * 6400
+    (other,) = memory_of(sized_of(GPT2_XL, Mesh(dp=64), zero=3))
+    assert 1.0 < other.optimizer / memory.optimizer < 2.0
 
 
 @pytest.mark.usefixtures("cuts")

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.actors.optim.muon.matrix_exchange import MatrixExchange
 from raypar.actors.specs.optim import Muon, MuonScale
-from raypar.actors.tensor_parallel.gradients import ShardedGradients
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5, whose slope at 0 is large
 _SMALLEST = 1e-7  # norm below which a matrix counts as zero
@@ -29,16 +29,15 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class MuonWithAdamW:
     """Muon over matrices, and AdamW over all other weights, as one optimizer.
 
-    If a tensor-parallel group shards a matrix, each member keeps the momentum of its part. In every step the members
-    exchange their parts, and each orthogonalizes the whole matrix, on its device, and adds its part of that to its
-    weight.
+    If several actors divide a matrix, each keeps the momentum of its part. In every step one of them gets all parts,
+    orthogonalizes the whole matrix, on its device, and sends each its part of that, to add to its part of the weight.
 
     Attributes:
         spec: Settings of the optimizer.
         matrices: Parameter groups of matrices: dictionaries with ``params``, ``lr`` and ``weight_decay``.
         others: AdamW over all other weights; None if there are none.
         names: Logical names of the matrices.
-        tensors: The matrices that a tensor-parallel group shards.
+        exchanges: The exchanges of the matrices with other actors; each matrix is in one of them.
         param_groups: All parameter groups. A change of one has effect from the next step on.
         state: The state of each parameter: for a matrix the ``momentum_buffer``, else what AdamW keeps.
 
@@ -49,7 +48,7 @@ class MuonWithAdamW:
     matrices: Sequence[dict[str, Any]]
     others: torch.optim.Optimizer | None
     names: Mapping[Tensor, str]
-    tensors: ShardedGradients
+    exchanges: Sequence[MatrixExchange]
 
     def __post_init__(self) -> None:
         self.param_groups = [*self.matrices, *(self.others.param_groups if self.others else ())]
@@ -58,24 +57,36 @@ class MuonWithAdamW:
     @torch.no_grad()
     def step(self) -> None:
         """Update every weight that has a gradient."""
-        for group in self.matrices:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._update(weight, weight.grad, group["lr"], group["weight_decay"])
+        updated = {self.names[p]: (p, group) for group in self.matrices for p in group["params"] if p.grad is not None}
+
+        def part(name: str) -> Tensor:
+            return self._ahead(updated[name][0])
+
+        for exchange in self.exchanges:
+            names = [name for name in exchange.slices if name in updated]
+            for name, update in exchange.results(names, part, self._result, self._dtype):
+                weight, group = updated[name]
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = scale_of(self.spec.scale, *exchange.whole(name))
+                weight.add_(update.to(weight.device), alpha=-group["lr"] * scale)
         if self.others is not None:
             self.others.step()
 
-    def _update(self, weight: Tensor, gradient: Tensor, lr: float, weight_decay: float) -> None:
-        """Update a matrix, or this actor's part of one, in place from its gradient of the same shape."""
-        momentum, state, name = self.spec.momentum, self.state[weight], self.names[weight]
+    def _ahead(self, weight: Tensor) -> Tensor:
+        """Update the momentum of this actor's part of a matrix, and return what is orthogonalized of it."""
+        momentum, state, gradient = self.spec.momentum, self.state[weight], weight.grad
+        assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
-        mean = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        ahead = self.tensors.whole(name, gradient.lerp(mean, momentum) if self.spec.nesterov else mean)
-        update = orthogonalized(ahead, self.spec.iterations, _DTYPES[self.spec.precision])
-        weight.mul_(1 - lr * weight_decay)
-        own = self.tensors.part(name, update).to(weight.device)
-        weight.add_(own, alpha=-lr * scale_of(self.spec.scale, *update.shape))
+        mean: Tensor = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        return gradient.lerp(mean, momentum) if self.spec.nesterov else mean
+
+    def _result(self, matrix: Tensor) -> Tensor:
+        return orthogonalized(matrix, self.spec.iterations, self._dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return _DTYPES[self.spec.precision]
 
 
 def scale_of(scale: MuonScale, rows: int, columns: int) -> float:
