@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +17,7 @@ CHECKS = (Path(__file__).parents[1] / "browser/checks.js").read_text(encoding="u
 SIZES = ((1440, 900), (1024, 768), (390, 844))
 SCHEMES = ("light", "dark")
 AT_ONCE = 3  # pages
+PATIENCE = 45.0  # seconds for a page in all sizes and colours, some 3 of an idle machine
 
 
 def chromium():
@@ -60,13 +61,28 @@ async def _examined(urls: list[str], schemes: Sequence[str], ignored: str) -> Ma
 
         async def take_turns():
             for url in waiting:
-                tab = await browser.new_page(reduced_motion="reduce")
-                await _look(tab, url, found[url], schemes, ignored)
-                await tab.close()
+                found[url] = await _page(browser, url, schemes, ignored)
 
         await asyncio.gather(*(take_turns() for _ in range(min(AT_ONCE, len(urls)))))
         await browser.close()
     return found
+
+
+async def _page(browser, url, schemes, ignored, tries=3):
+    """Look at a page. On a busy machine a tab now and then answers no more: then another one is opened."""
+    from playwright.async_api import Error
+
+    tab, page = await browser.new_page(reduced_motion="reduce"), Page()
+    try:
+        await asyncio.wait_for(_look(tab, url, page, schemes, ignored), PATIENCE)
+    except (TimeoutError, Error):
+        if tries == 1:
+            raise
+        return await _page(browser, url, schemes, ignored, tries - 1)
+    finally:
+        with suppress(TimeoutError, Error):
+            await asyncio.wait_for(tab.close(), PATIENCE)
+    return page
 
 
 async def _look(tab, url, page, schemes, ignored):
