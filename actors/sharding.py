@@ -91,21 +91,6 @@ class ElementCut:
                 return
 
 
-def cut_spans(elements: int, size: int, first: int) -> tuple[Span, ...]:
-    """Return the span of each rank, in rank order, of a tensor that they cut into blocks of ``block_of``.
-
-    Args:
-        elements: Elements of the tensor.
-        size: Number of ranks, 1 or more.
-        first: Rank that has the beginning of the tensor, from 0 to size - 1.
-
-    Returns:
-        The spans: see ``ElementCut``; (0, 0) for ranks that hold nothing of the tensor.
-    """
-    cut = ElementCut(block_of(elements), first, size)
-    return tuple(cut.span(elements, rank) or (0, 0) for rank in range(size))
-
-
 def first_ranks(elements: Mapping[str, int], size: int) -> dict[str, int]:
     """Return the rank at which each tensor begins: the blocks as large before it, modulo the number of ranks.
 

@@ -15,11 +15,11 @@ from raypar.actors.sharding import (
     Shard,
     Sharding,
     block_of,
-    cut_spans,
     first_ranks,
     join_shards,
     num_blocks,
 )
+from tests.support.spans import cut_spans
 
 ZIGZAG = Pieces(4, (0, 3))
 

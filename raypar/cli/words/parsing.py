@@ -69,7 +69,7 @@ class Parsed(Generic[A]):
     wrong: Sequence[FieldFault]
 
 
-_ELSEWHERE = {
+_OTHER_PARTS = {
     "train moe-small": "experts (--model.moe)",
     "train llama-small": "a Llama",
     "sft": "fine-tuning (--model.lora, --data.template)",
@@ -142,7 +142,7 @@ def _with_flags(default: A, words: Sequence[str], command: str) -> A:
 
 def _more(command: str) -> str:
     """Return which commands show the flags of parts that the run of a command's help does not have."""
-    others = (f"raypar {words} --help all, {what}" for words, what in _ELSEWHERE.items() if words != command)
+    others = (f"raypar {words} --help all, {what}" for words, what in _OTHER_PARTS.items() if words != command)
     return f"Flags of other parts: {'; '.join(others)}."
 
 

@@ -53,7 +53,7 @@ def largest_parts(
 
 
 def counts_by_rank(elements: Mapping[str, int], firsts: Mapping[str, int], ranks: int) -> list[int]:
-    """Count the elements that each rank has of tensors that are cut as ``cut_spans`` does.
+    """Count the elements that each rank has of tensors that are cut by an ``ElementCut``.
 
     It takes time for each tensor and for each rank, but not for each rank of each tensor.
 

@@ -14,9 +14,10 @@ from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.gloo import group as gloo
 from raypar.actors.collective.gpu.staged import StagedGroup
-from raypar.actors.sharding import cut_spans, first_ranks
+from raypar.actors.sharding import first_ranks
 from tests.actors.collective.test_group import make, pairs, together
 from tests.support.local_groups import local_groups
+from tests.support.spans import cut_spans
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 SMALL = [130, 0, 1, 64, 700, 65]  # elements of tensors, of which some are less than a block

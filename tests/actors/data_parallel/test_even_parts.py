@@ -16,6 +16,7 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import SGD, AdamW
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
+from tests.support.odd_parameters import OddParameters
 from tests.support.oracle_runs import whole
 from tests.support.replicas import agrees
 from tests.support.team import Team
@@ -152,14 +153,11 @@ def test_parts_are_gathered_at_any_time(cut, kind):
         assert all(p.isnan().all() and p.untyped_storage().nbytes() == p.element_size() for p in parameters)
 
 
-class Odd(nn.Module):
-    """Parameters of every kind: column by column, with gaps, a number, an empty one, a frozen one; and buffers."""
+class Odd(OddParameters):
+    """A frozen one besides, and buffers."""
 
     def __init__(self):
         super().__init__()
-        self.columns = nn.Parameter(torch.randn(4, 40).t())
-        self.gaps = nn.Parameter(torch.randn(40, 8)[:, ::2].t())
-        self.number, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
         self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
         self.normed = nn.BatchNorm1d(40)
 

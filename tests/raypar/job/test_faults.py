@@ -507,10 +507,10 @@ def performed(script):
     """What a program said, its return code, and what of its Ray session is left within ten seconds."""
     done = said(script)
     end = time.monotonic() + 10
-    told = json.loads(done.stdout.splitlines()[0])
-    while (left := of_session(told["session"])) and time.monotonic() < end:
+    printed = json.loads(done.stdout.splitlines()[0])
+    while (left := of_session(printed["session"])) and time.monotonic() < end:
         time.sleep(0.1)
-    return done, told, left
+    return done, printed, left
 
 
 def script_of(end, folder):
@@ -529,7 +529,7 @@ def script_of(end, folder):
 def test_a_program_that_ends_leaves_no_process_no_shared_memory_and_no_offloaded_file(tmp_path, end):
     _, _, code, says = ENDS[end]
     script, offload = script_of(end, tmp_path)
-    done, told, left = performed(script)
+    done, printed, left = performed(script)
     assert says in done.stderr, done.stderr
     if "killed" in end:
         head, found, _ = done.stderr.partition(says.removeprefix("ActorDiedError: "))
@@ -538,12 +538,12 @@ def test_a_program_that_ends_leaves_no_process_no_shared_memory_and_no_offloaded
         assert "A worker died" not in done.stderr
     assert done.returncode == code or code is None, done.stderr
     assert not left
-    assert all(len(files) == 1 and files[0].endswith("(deleted)") for files in told["files"]), told["files"]
+    assert all(len(files) == 1 and files[0].endswith("(deleted)") for files in printed["files"]), printed["files"]
     assert not list(offload.iterdir()), "a file without a name ends with its actor, however that ends"
-    assert told["doors"] == ["127.0.0.1", "0o700"], "a Ray of our own is open to this user on this machine only"
-    assert all(map(gone, told["pids"]))
-    assert Path(told["session"]).exists() == ("killed" in end), "the logs of a failure are kept, and only they"
-    marks = [Path(told["session"]).name, *map(str, told["pids"])]
+    assert printed["doors"] == ["127.0.0.1", "0o700"], "a Ray of our own is open to this user on this machine only"
+    assert all(map(gone, printed["pids"]))
+    assert Path(printed["session"]).exists() == ("killed" in end), "the logs of a failure are kept, and only they"
+    marks = [Path(printed["session"]).name, *map(str, printed["pids"])]
     assert not [path for path in Path("/dev/shm").iterdir() if any(mark in path.name for mark in marks)]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 from raypar.actors.data_parallel.buckets import pack
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.sharding import cut_spans, first_ranks, num_blocks
+from raypar.actors.sharding import first_ranks, num_blocks
 from raypar.actors.specs import worlds
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.lora import Lora
@@ -34,6 +34,7 @@ from raypar.planner.sizes.part_sizes import counts_by_rank
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.timing.step import StepModel
 from raypar.planner.traffic import step_traffic
+from tests.support.spans import cut_spans
 
 GPT2_XL = GPT(layers=48, hidden=1600, heads=25, seq=1024, vocab=50_257)
 LLAMA_8B = Llama(layers=32, hidden=4096, heads=32, kv_heads=8, seq=2048, vocab=128_256, ffn=14_336, tied=False)

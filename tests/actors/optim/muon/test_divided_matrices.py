@@ -26,6 +26,7 @@ from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.planner.traffic import step_traffic
+from tests.support.odd_parameters import OddParameters
 from tests.support.oracle_runs import whole
 from tests.support.snapshots import loaded, read
 from tests.support.team import Team, batch, mse
@@ -106,14 +107,11 @@ def test_every_level_has_the_bits_of_whole_matrices_and_computes_each_once(cut, 
         assert sorted(computed) == sorted(2 * copies * matrices_of(team))
 
 
-class Odd(nn.Module):
-    """Matrices in memory column by column, with gaps, empty, frozen and unused, beside what is no matrix."""
+class Odd(OddParameters):
+    """Matrices that are frozen and unused besides."""
 
     def __init__(self):
         super().__init__()
-        self.columns = nn.Parameter(torch.randn(4, 40).t())
-        self.gaps = nn.Parameter(torch.randn(40, 8)[:, ::2].t())
-        self.number, self.none = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.empty(0, 3))
         self.frozen = nn.Parameter(torch.randn(4, 40), requires_grad=False)
         self.unused = nn.Parameter(torch.randn(9, 9))
 
