@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from types import MappingProxyType
@@ -51,9 +51,24 @@ class Bucket:
         return self.elements + len(self._flagged)
 
     @property
+    def sum_size(self) -> int:
+        """Number of elements of what an actor gets of the sum: the gradients that it gets, and their flags."""
+        return self.size
+
+    @property
+    def summed(self) -> Collection[str]:
+        """Logical names of the parameters of whose gradients an actor that gets the sum has a part, or all."""
+        return self.parameters.keys()
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of all gradients together."""
         return self.elements * self.grad_dtype.itemsize
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of the gradients of which an actor gets the sum."""
+        return self.num_bytes
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,23 +194,30 @@ class CutBucket(Bucket):
         return sum(p.numel() for p in self.parameters.values()) * self.grad_dtype.itemsize
 
     @property
-    def part_bytes(self) -> int:
-        """Bytes of this actor's parts of the gradients."""
+    def sum_size(self) -> int:
+        return self.layout.summed_count
+
+    @property
+    def summed(self) -> Collection[str]:
+        return self.layout.own.keys()
+
+    @property
+    def sum_bytes(self) -> int:
         return self.layout.count * self.grad_dtype.itemsize
 
-    def parts(self, total: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    def gradients(self, flat: Tensor) -> Iterator[tuple[str, Tensor | None]]:
         """Yield this actor's parts of the summed gradients: (logical name, view (elements,)).
 
         That of a parameter that no replica used is None.
 
         Args:
-            total: The flat tensor (size,), in which this actor's part is the sum; or this part alone, packed.
+            flat: The flat tensor (size,), in which this actor's part is the sum; or this part alone, packed.
         """
-        is_packed = total.numel() != self.size
-        flags = total[self.layout.count :] if is_packed else self.layout.own_flags(total)
+        is_packed = flat.numel() != self.size
+        flags = flat[self.layout.count :] if is_packed else self.layout.own_flags(flat)
         for name, uses in zip(self.layout.own, flags.tolist(), strict=True):
             part = self.layout.part if is_packed else self.layout.span
-            yield name, part(name, total) if uses else None
+            yield name, part(name, flat) if uses else None
 
 
 def pack(

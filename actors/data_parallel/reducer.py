@@ -203,9 +203,9 @@ class Reducer:
         assert len(self._transfers) == len(self._order), "a stage was not flushed"
         self._collect(0)
         finishing = [
-            self.sums.finish(number, finish, partial(self._empty, number))
+            self.sums.finish(number, channel.finish, channel.empty)
             for number, bucket in enumerate(self.buckets)
-            if number in self.sums and (finish := self.channels[bucket.owner].finish) is not None
+            if number in self.sums and (channel := self.channels[bucket.owner]).finish is not None
         ]
         for handle in finishing:
             if handle is not None:

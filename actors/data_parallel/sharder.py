@@ -47,8 +47,10 @@ class Sharder:
         precision: The run's precision, to which layers are cast before their weights are sharded.
         is_own: Whether the layers are the user's, which may use their weights in unusual ways.
         shards: What this actor keeps of parameters, by logical name, in the dtype in which layers compute.
-        parts: The spans that it keeps of parameters that replicas cut, by logical name.
-        masters: The tensors that the optimizer updates, by logical name: these shards, or fp32 masters of them.
+        parts: The spans that it updates of parameters that replicas cut, by logical name. If it keeps those whole, the
+            spans are views of what it keeps.
+        updated: What it updates of ``shards``, by logical name.
+        masters: The tensors that the optimizer updates, by logical name: those of ``updated``, or fp32 masters of them.
         gathered: The bytes of units that are whole.
     """
 
@@ -66,6 +68,7 @@ class Sharder:
     is_own: bool
     shards: dict[str, nn.Parameter] = field(default_factory=dict)
     parts: dict[str, Shard] = field(default_factory=dict)
+    updated: dict[str, nn.Parameter] = field(default_factory=dict)
     masters: dict[str, nn.Parameter] = field(default_factory=dict)
     gathered: HighWater = field(default_factory=HighWater)
     _tied: dict[str, Unit] = field(default_factory=dict)
@@ -137,7 +140,8 @@ class Sharder:
     def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
         """Shard parameters that the same actors hold as a unit, and create the masters of what this actor updates."""
         group = self.groups.get("gather" if self.owners.experts.isdisjoint(parameters) else "edp.gather")
-        cuts = {name: self.cuts.get(name) or self._owned(name, group) for name in parameters}
+        owned = {name: self._owned(name, group) for name in parameters if group is None or name not in self.cuts}
+        cuts = {name: owned.get(name) or self.cuts[name] for name in parameters}
         unit = Unit(parameters, cuts, group, self.shard_storage, self.gathered)
         self.parts |= unit.parts
         self._keep(unit.shards, initial)
@@ -150,11 +154,23 @@ class Sharder:
         return ReplicaCut(self.owners.rank(name), group.rank, group.size, is_whole=True)
 
     def _keep(self, shards: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
-        """Keep shards, or parameters that are always whole, and create the masters of the owned ones."""
+        """Keep shards, or parameters that are always whole, and create the masters of what this actor updates."""
         self.shards |= shards
         for name, shard in shards.items():
-            if self.owners.is_own(name):
-                self.masters[name] = master_of(shard, initial.get(name, shard), self.precision, self.master_storage)
+            own = shard if name in self.parts else self._own(name, shard)
+            if own is not None:
+                self.updated[name] = own
+                self.masters[name] = master_of(own, initial.get(name, own), self.precision, self.master_storage)
+
+    def _own(self, name: str, whole: nn.Parameter) -> nn.Parameter | None:
+        """Return what this actor updates of a parameter that it keeps whole; None for nothing of it."""
+        if name not in self.cuts:
+            return whole if self.owners.is_own(name) else None
+        part = self.cuts[name].shard(whole)
+        if part is None:
+            return None
+        self.parts[name] = part
+        return nn.Parameter(part.take(whole.detach()))
 
     def _sort(self, index: int, own: dict[str, nn.Parameter], initial: Mapping[str, Tensor]) -> list[Unit]:
         """Add the parameters of a layer that no other layer shares to ``own``, and return the units of shared ones."""

@@ -40,8 +40,8 @@ class GradientSums:
     def __post_init__(self) -> None:
         for number in self.received if self.is_off_device else ():
             bucket = self.buckets[number]
-            self._allocated[number] = self.storage.empty(bucket.size, bucket.grad_dtype)
-            for name in bucket.parameters:
+            self._allocated[number] = self.storage.empty(bucket.sum_size, bucket.grad_dtype)
+            for name in bucket.summed:
                 if (master := self.masters[name]).dtype != bucket.grad_dtype:
                     self._in_dtype[name] = self.storage.like(master, master.dtype)
 
@@ -58,8 +58,7 @@ class GradientSums:
         """Bytes of the gradients that are stored now; off the device, the memory for all sums of a step."""
         if self.is_off_device:
             return sum(map(nbytes, (*self._allocated.values(), *self._in_dtype.values())))
-        held = (self.buckets[number] for number in self._sums)
-        return sum(one.part_bytes if isinstance(one, CutBucket) else one.num_bytes for one in held)
+        return sum(self.buckets[number].sum_bytes for number in self._sums)
 
     def begin(self) -> None:
         """Drop all sums, at the beginning of a step."""
@@ -71,7 +70,7 @@ class GradientSums:
 
         Args:
             number: Number of the bucket.
-            flat: Its flat tensor, (size,), or this actor's part of it.
+            flat: Its flat tensor, (size,), or this actor's part of it, (sum_size,).
         """
         total = self._sums.get(number)
         if total is not None:
@@ -80,13 +79,15 @@ class GradientSums:
         else:
             self._sums[number] = self.storage.moved(flat, self._allocated.get(number))
 
-    def finish(self, number: int, finish: Callable[[Tensor], Waitable], empty: Callable[[], Tensor]) -> Waitable | None:
+    def finish(
+        self, number: int, finish: Callable[[Tensor], Waitable], empty: Callable[[int, torch.dtype], Tensor]
+    ) -> Waitable | None:
         """Sum a bucket's sums over the actors that own the same weights.
 
         Args:
             number: Number of the bucket.
             finish: Starts the reduction of a flat tensor in place.
-            empty: Allocates a flat tensor.
+            empty: Allocates a flat tensor, given the number of elements and the dtype.
 
         Returns:
             The handle of the reduction; None if it is complete.
@@ -95,7 +96,7 @@ class GradientSums:
         if not self.is_off_device:
             return finish(total)
         with torch.no_grad(), self.storage.accessible([total], writes=True):
-            flat = empty().copy_(total)
+            flat = empty(total.numel(), total.dtype).copy_(total)
             finish(flat).wait()
             total.copy_(flat)
         return None
@@ -104,20 +105,16 @@ class GradientSums:
     def hand_over(self) -> None:
         """Make the sums the gradients of parameters, or of masters."""
         for number, bucket in enumerate(self.buckets):
-            if number not in self._sums:
-                bucket.drop_gradients()
-            elif isinstance(bucket, CutBucket):
-                bucket.drop_gradients()
-                for name, part in bucket.parts(self._sums[number]):
-                    self.masters[name].grad = None if part is None else part.to(self.masters[name].dtype)
-            elif not self.is_off_device:
+            if number in self._sums and not self.is_off_device and not isinstance(bucket, CutBucket):
                 bucket.adopt(self._sums[number])
-            else:
+                continue
+            bucket.drop_gradients()
+            if number in self._sums:
                 self._to_masters(bucket, self._sums[number])
 
     def _to_masters(self, bucket: Bucket, flat: Tensor) -> None:
         for name, gradient in bucket.gradients(flat):
-            if gradient is not None and name in self._in_dtype:
+            if gradient is not None and gradient.dtype != self.masters[name].dtype:
                 with self.storage.accessible([gradient]):
-                    gradient = self.storage.moved(gradient.to(self._in_dtype[name].dtype), self._in_dtype[name])
+                    gradient = self.storage.moved(gradient.to(self.masters[name].dtype), self._in_dtype.get(name))
             self.masters[name].grad = gradient

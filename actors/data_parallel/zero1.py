@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -17,6 +17,7 @@ from raypar.actors.data_parallel.buckets import Bucket, CutBucket
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.step import Updater
+from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Updated
 
 
@@ -194,6 +195,45 @@ class CutWeights:
         """Load the gathered weights; a no-op where the parameters are views of the flat tensor."""
         if not self._inside:
             self._bucket.load(self._flat)
+
+
+class StoredCutWeights:
+    """A bucket of weights off the device, which replicas gather, each of which updates its part.
+
+    Args:
+        bucket: The bucket, of the stored weights.
+        replicas: The group of the replicas.
+        parts: The spans of weights that this actor updates, by logical name.
+        storage: Storage of the weights.
+        allocate: Allocates a flat tensor on the device, for the time in which it is gathered.
+    """
+
+    def __init__(
+        self,
+        bucket: CutBucket,
+        replicas: Group,
+        parts: Mapping[str, Shard],
+        storage: OffloadStorage,
+        allocate: Callable[[int, torch.dtype], Tensor],
+    ) -> None:
+        self._bucket, self._replicas, self._storage, self._allocate = bucket, replicas, storage, allocate
+        self._own = {name: parts[name].take(bucket.parameters[name].detach()) for name in bucket.layout.own}
+        self._flat: Tensor | None = None
+
+    def send(self) -> Handle:
+        """Copy this actor's parts to the device and start to gather the weights."""
+        flat = self._flat = self._allocate(self._bucket.elements, self._bucket.dtype)
+        with self._storage.accessible(self._own.values()):
+            for name, part in self._own.items():
+                self._bucket.layout.span(name, flat).copy_(part)
+        return self._replicas.all_gather_cut(flat, None, self._bucket.layout.cut)
+
+    def take(self) -> None:
+        """Load the gathered weights, and free the flat tensor."""
+        assert self._flat is not None
+        with self._storage.accessible(self._bucket.parameters.values(), writes=True):
+            self._bucket.load(self._flat)
+        self._flat = None
 
 
 def _receive(handle: Handle, weights: SharedWeights) -> None:

@@ -54,7 +54,7 @@ class Masters:
         self._copied = [(parameter, master) for parameter, master in whole if parameter is not master]
         targets = {name: one for name, one in model.items() if name not in parts} if copies is None else copies
         pairs = [(targets[name], master) for name, master in self.parameters.items() if name in targets]
-        self.views = set[str]()
+        self.views = {name for name in parts if name in targets and targets[name] is self.parameters[name]}
         self._copies: list[tuple[Tensor, nn.Parameter]] = [
             (target, master) for target, master in pairs if target is not master
         ]
@@ -64,11 +64,12 @@ class Masters:
 
         Args:
             spans: Tensors (elements,) with the values of masters, by logical name.
-            are: Whether masters of their dtype shall be views of them, so that nothing is copied.
+            are: Whether masters of their dtype shall be views of them, so that nothing is copied, if they are in the
+                storage of the masters.
         """
         for name, span in spans.items():
             master = self.parameters[name]
-            if are and master.dtype == span.dtype:
+            if are and master.dtype == span.dtype and self.storage.holds(span):
                 master.data = span
                 self.views.add(name)
             else:
@@ -140,7 +141,7 @@ def masters_of(
     if precision.is_half:
         cast(layers, dtype_of(precision.compute), dtype_of(precision.reduce))
     masters = {
-        name: nn.Parameter(_in_master_dtype(weight, precision))
+        name: nn.Parameter(storage.moved(_in_master_dtype(weight, precision)))
         if name in parts
         else master_of(own[name], weight, precision, storage)
         for name, weight in initial.items()

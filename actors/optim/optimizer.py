@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from inspect import unwrap
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.checkpoint.snapshot import Read
-from raypar.actors.machine.offload_storage import PORTION, OffloadStorage
+from raypar.actors.machine.offload_storage import DeviceStorage, OffloadStorage
 from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon.matrix_exchange import DividedMatrices
 from raypar.actors.optim.muon.muon_with_adamw import MuonWithAdamW
-from raypar.actors.portions import portions
+from raypar.actors.optim.offloaded_optimizer import OffloadedOptimizer, Optimizer
 from raypar.actors.sharding import Shape, Shard
 from raypar.actors.specs.optim import SGD, AdamW, AnyOptimizer, Muon
 from raypar.actors.tensor_parallel.gradients import ShardedGradients
@@ -40,21 +40,8 @@ class _SGD(torch.optim.SGD):
     step = torch.no_grad()(unwrap(torch.optim.SGD.step))
 
 
-class Optimizer(Protocol):
-    """The interface of torch's optimizers, which Muon with AdamW has too.
-
-    Attributes:
-        param_groups: The parameter groups; each has ``params``, ``lr``, and ``rate``, the factor of the run's rate.
-        state: The state of each parameter, by key.
-    """
-
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
-
-    def step(self) -> Any: ...
-
-
 _WHOLE = DividedMatrices(ShardedGradients({}, {}, None, watched=False))
+_ON_DEVICE = DeviceStorage(torch.device("cpu"))  # of any device: an optimizer allocates nothing in it
 
 
 def build_optimizer(
@@ -62,6 +49,7 @@ def build_optimizer(
     parameters: Mapping[str, nn.Parameter],
     divided: DividedMatrices = _WHOLE,
     parts: Mapping[str, Shard] = MappingProxyType({}),
+    storage: OffloadStorage = _ON_DEVICE,
 ) -> Optimizer | None:
     """Build the optimizer for some parameters. Those with the same ``Rule`` are one parameter group.
 
@@ -70,6 +58,7 @@ def build_optimizer(
         parameters: The parameters by logical name.
         divided: How several actors divide the parameters; by default all are whole here.
         parts: The spans of weights that parameters are, by logical name.
+        storage: Storage of the parameters, their gradients and states.
 
     Returns:
         The optimizer, or None if there are no parameters, here or on other replicas.
@@ -85,15 +74,22 @@ def build_optimizer(
         lr = spec.lr * rule.rate
         groups[rule.kind].append({"params": members, "lr": lr, "rate": rule.rate, "weight_decay": rule.weight_decay})
     if isinstance(spec, AdamW):
-        return _adamw(groups["adamw"], spec.betas, spec.eps)
+        return _stored(_adamw(groups["adamw"], spec.betas, spec.eps), storage)
     if isinstance(spec, Muon):
-        others = _adamw(groups["adamw"], spec.adamw_betas, spec.adamw_eps) if groups["adamw"] else None
+        others = None
+        if groups["adamw"]:
+            others = _stored(_adamw(groups["adamw"], spec.adamw_betas, spec.adamw_eps), storage)
         names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
         exchanges = divided.exchanges(shapes, parts, partial(_is_of_muon, spec))
-        return MuonWithAdamW(spec, groups["muon"], others, names, exchanges)
+        return MuonWithAdamW(spec, groups["muon"], others, names, exchanges, storage)
     # Not fused: on CPUs torch 2.13's fused SGD doesn't update half-precision weights, and fails for a parameter that
     # gets its first gradient in a later step.
-    return _SGD(groups["sgd"], momentum=spec.momentum)
+    return _stored(_SGD(groups["sgd"], momentum=spec.momentum), storage)
+
+
+def _stored(optimizer: Optimizer, storage: OffloadStorage) -> Optimizer:
+    """Return an optimizer that updates each weight independently, for weights in a storage."""
+    return OffloadedOptimizer(optimizer, storage) if storage.is_off_device else optimizer
 
 
 def _is_of_muon(spec: Muon, name: str, shape: Shape) -> bool:
@@ -153,67 +149,16 @@ def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
     return torch.empty_like(parameter).copy_(value)
 
 
-class OffloadedOptimizer:
-    """Updates weights in portions, so that only one portion's weights, gradients and states are mapped at a time.
-
-    Optimizers update each weight independently, so the results have the same bits. The states that the optimizer
-    creates in a weight's first update are moved to the storage.
-
-    Args:
-        optimizer: The optimizer of all weights.
-        storage: Storage of weights, gradients and states.
-        sizes: Bytes of the tensors of which weights are slices, so that all members of a tensor group, whose slices may
-            differ in size, have the same portions; others have their own.
-
-    Attributes:
-        param_groups: All parameter groups.
-        state: The state of each parameter.
-
-    Source: Ren et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training".
-    """
-
-    def __init__(self, optimizer: Optimizer, storage: OffloadStorage, sizes: Mapping[Tensor, int]) -> None:
-        self._optimizer, self._storage, self._sizes = optimizer, storage, sizes
-        self.param_groups: list[dict[str, Any]] = optimizer.param_groups
-        self.state: defaultdict[Tensor, Any] = optimizer.state
-
-    def step(self) -> None:
-        """Update every weight that has a gradient."""
-        members = [group["params"] for group in self.param_groups]
-        try:
-            for group in self.param_groups:
-                group["params"] = []
-            for group, params in zip(self.param_groups, members, strict=True):
-                for portion in portions((one for one in params if one.grad is not None), self._size, PORTION):
-                    group["params"] = portion
-                    self._update(portion)
-                group["params"] = []
-        finally:
-            for group, params in zip(self.param_groups, members, strict=True):
-                group["params"] = params
-
-    def _size(self, weight: nn.Parameter) -> int:
-        return self._sizes.get(weight, nbytes(weight))
-
-    def _update(self, weights: Sequence[nn.Parameter]) -> None:
-        states = [value for weight in weights for value in self.state.get(weight, {}).values() if _is_large(value)]
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        with self._storage.accessible([*weights, *states], writes=True), self._storage.accessible(gradients):
-            self._optimizer.step()
-        for weight in weights:
-            state = self.state.get(weight, {})
-            for key, value in state.items():
-                if _is_large(value):
-                    state[key] = self._storage.moved(value)
-
-
-def reserve_states(storage: OffloadStorage, spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+def reserve_states(
+    storage: OffloadStorage, spec: AnyOptimizer, parameters: Mapping[str, nn.Parameter], shapes: Mapping[str, Shape]
+) -> None:
     """Reserve space for the states that an optimizer creates in its first step.
 
     Args:
         storage: Storage of the states.
         spec: Kind and settings of the optimizer.
         parameters: The parameters by logical name.
+        shapes: The shapes of the weights that they are or of which they are spans, by logical name.
 
     Raises:
         OffloadError: There is not enough space.
@@ -223,11 +168,6 @@ def reserve_states(storage: OffloadStorage, spec: AnyOptimizer, parameters: Mapp
     storage.reserve(
         nbytes(parameter)
         for name, parameter in parameters.items()
-        for key in STATE_KEYS[rule_of(spec, name, parameter.dim()).kind]
+        for key in STATE_KEYS[rule_of(spec, untiled(name), len(shapes[name])).kind]
         if key != "step"
     )
-
-
-def _is_large(value: object) -> bool:
-    """Return whether a value of a weight's state is a tensor with dims, and not a number."""
-    return isinstance(value, Tensor) and value.dim() > 0

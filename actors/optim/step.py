@@ -22,15 +22,8 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.muon.matrix_exchange import CutMatrices, DividedMatrices
-from raypar.actors.optim.optimizer import (
-    OffloadedOptimizer,
-    Optimizer,
-    build_optimizer,
-    load_state,
-    reserve_states,
-    set_lr,
-    state_tensors,
-)
+from raypar.actors.optim.offloaded_optimizer import Optimizer
+from raypar.actors.optim.optimizer import build_optimizer, load_state, reserve_states, set_lr, state_tensors
 from raypar.actors.optim.votes import GradientTally, PendingReport, ReportedGradients
 from raypar.actors.optim.weight_average import WeightAverage
 from raypar.actors.optim.whole_squares import whole_squares
@@ -99,16 +92,9 @@ class Updater:
         elements = {name: math.prod(shape) for name, shape in self.masters.shapes.items()}
         self._blocks = GradientBlocks(self._parameters, elements)
         self._optimizer: Optimizer | None = build_optimizer(
-            self.run.optim, self._parameters, DividedMatrices(self.tensors, self.cuts), self.masters.parts
+            self.run.optim, self._parameters, DividedMatrices(self.tensors, self.cuts), self.masters.parts, storage
         )
-        if storage.is_off_device and self._optimizer is not None:
-            sizes: dict[Tensor, int] = {
-                self._parameters[name]: math.prod(shard.whole) * self._parameters[name].element_size()
-                for name, shard in self.tensors.shards.items()
-                if name in self._parameters
-            }
-            self._optimizer = OffloadedOptimizer(self._optimizer, storage, sizes)
-            reserve_states(storage, self.run.optim, self._parameters)
+        reserve_states(storage, self.run.optim, self._parameters, self.masters.shapes)
         self._average = None if self.run.ema is None else WeightAverage(self.run.ema, self.masters)
 
     def step(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:

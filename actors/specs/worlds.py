@@ -14,4 +14,4 @@ CUT_LEVELS: frozenset[Zero] = frozenset({1, 2, 3})
 def world_of(run: Run) -> World:
     """Return the world of a run: all its workers, and its parameter servers if it has any."""
     world = World.of(run.mesh, run.data_parallel, run.servers, run.zero, run.offload)
-    return replace(world, cuts=world.zero in CUT_LEVELS and run.offload == "none")
+    return replace(world, cuts=world.zero in CUT_LEVELS)

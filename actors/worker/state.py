@@ -430,7 +430,8 @@ class WorkerState:
                     each.copy_(weight if part is None else part.take(weight))
         for name in self.part.parts:
             if (kept := read(name, _PART)) is not None:
-                self.masters[name].copy_(kept)
+                with self.storage.accessible([self.masters[name]], writes=True):
+                    self.masters[name].copy_(kept)
         self.part.masters.publish()
         self.update.load(read)
         if (numbers := read(SCALER, "")) is not None:

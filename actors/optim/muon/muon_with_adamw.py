@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.muon.matrix_exchange import MatrixExchange
+from raypar.actors.optim.offloaded_optimizer import Optimizer
 from raypar.actors.specs.optim import Muon, MuonScale
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5, whose slope at 0 is large
@@ -38,6 +40,8 @@ class MuonWithAdamW:
         others: AdamW over all other weights; None if there are none.
         names: Logical names of the matrices.
         exchanges: The exchanges of the matrices with other actors; each matrix is in one of them.
+        storage: Storage of the matrices, their gradients and their momentum. Off the device, an actor accesses one
+            matrix at a time.
         param_groups: All parameter groups. A change of one has effect from the next step on.
         state: The state of each parameter: for a matrix the ``momentum_buffer``, else what AdamW keeps.
 
@@ -46,9 +50,10 @@ class MuonWithAdamW:
 
     spec: Muon
     matrices: Sequence[dict[str, Any]]
-    others: torch.optim.Optimizer | None
+    others: Optimizer | None
     names: Mapping[Tensor, str]
     exchanges: Sequence[MatrixExchange]
+    storage: OffloadStorage
 
     def __post_init__(self) -> None:
         self.param_groups = [*self.matrices, *(self.others.param_groups if self.others else ())]
@@ -66,9 +71,10 @@ class MuonWithAdamW:
             names = [name for name in exchange.slices if name in updated]
             for name, update in exchange.results(names, part, self._result, self._dtype):
                 weight, group = updated[name]
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
                 scale = scale_of(self.spec.scale, *exchange.whole(name))
-                weight.add_(update.to(weight.device), alpha=-group["lr"] * scale)
+                with self.storage.accessible([weight], writes=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update.to(weight.device), alpha=-group["lr"] * scale)
         if self.others is not None:
             self.others.step()
 
@@ -77,9 +83,13 @@ class MuonWithAdamW:
         momentum, state, gradient = self.spec.momentum, self.state[weight], weight.grad
         assert gradient is not None
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        mean: Tensor = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        return gradient.lerp(mean, momentum) if self.spec.nesterov else mean
+            state["momentum_buffer"] = self.storage.moved(torch.zeros_like(gradient))
+        mean: Tensor = state["momentum_buffer"]
+        with self.storage.accessible([mean], writes=True), self.storage.accessible([gradient]):
+            mean.lerp_(gradient, 1 - momentum)
+            if self.spec.nesterov:
+                return gradient.lerp(mean, momentum)
+            return mean.clone() if self.storage.is_off_device else mean
 
     def _result(self, matrix: Tensor) -> Tensor:
         return orthogonalized(matrix, self.spec.iterations, self._dtype)

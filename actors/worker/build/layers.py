@@ -107,7 +107,7 @@ class LayerMaker:
             parts: The spans of those of which the actor updates a part, in the parameters as the actor holds them.
         """
         if self._sharder is not None:
-            return Masters(self.storage, mine, self._sharder.masters, self._sharder.shards, parts)
+            return Masters(self.storage, mine, self._sharder.masters, self._sharder.updated, parts)
         return masters_of(self.plan.run.precision, self.storage, self.modules.values(), mine, parts)
 
     @property

@@ -16,7 +16,14 @@ from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.buckets import Bucket, CutBucket, pack
 from raypar.actors.data_parallel.reducer import Channel, Complete
 from raypar.actors.data_parallel.replica_checks import fixed_weights
-from raypar.actors.data_parallel.zero1 import MOST_FLATS, CutWeights, OwnedWeights, ShardedUpdate, SharedBucket
+from raypar.actors.data_parallel.zero1 import (
+    MOST_FLATS,
+    CutWeights,
+    OwnedWeights,
+    ShardedUpdate,
+    SharedBucket,
+    StoredCutWeights,
+)
 from raypar.actors.machine.flat_memory import flat_empty
 from raypar.actors.mesh.world import ReplicaGroup
 from raypar.actors.optim.loss_scale import LossScaler
@@ -190,11 +197,17 @@ def shared_update(
     if world.gathers:
         return channels, ShardedUpdate(updater, ())
     layers = [module for stage in part.stages.values() for module in stage.modules]
+    if world.cuts and world.unshards:
+        assert allocate is not None
+        stored = buckets_of(plan, part, part.layer_shards)
+        cut = ((one, groups[replicas[one.owner].shard_key]) for one in stored if isinstance(one, CutBucket))
+        apart = [StoredCutWeights(bucket, group, part.parts, part.storage, allocate) for bucket, group in cut]
+        return channels, ShardedUpdate(updater, apart, MOST_FLATS)
     if world.cuts:
         numbers = {name: number for number, name in enumerate(part.parameters)}
         fixed = fixed_weights(layers, part.parameters, numbers)
-        cut = ((one, replicas[one.owner].shard_key) for one in buckets if isinstance(one, CutBucket))
-        weights = [CutWeights(bucket, groups[key], part.masters, fixed) for bucket, key in cut]
+        cut = ((one, groups[replicas[one.owner].shard_key]) for one in buckets if isinstance(one, CutBucket))
+        weights = [CutWeights(bucket, group, part.masters, fixed) for bucket, group in cut]
         return channels, ShardedUpdate(updater, weights)
     owners = {
         channel: (groups[one.shard_key], rank)
@@ -204,8 +217,8 @@ def shared_update(
     if world.unshards:
         stored = buckets_of(plan, part, part.layer_shards)
         off_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in stored if bucket.owner in owners]
-        apart = set(part.layer_shards)
-        shared = [OwnedWeights(one, apart, allocate, part.storage) for one in off_device]
+        fixed = set(part.layer_shards)
+        shared = [OwnedWeights(one, fixed, allocate, part.storage) for one in off_device]
         return channels, ShardedUpdate(updater, shared, MOST_FLATS)
     fixed = fixed_weights(layers, part.parameters, part.owners.of)
     on_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
