@@ -54,7 +54,7 @@ class OffloadStorage(ABC):
         """Return whether a tensor is in the storage."""
 
     def reserve(self, sizes: Iterable[int]) -> None:  # noqa: B027
-        """Reserve space for tensors of these bytes. Raises OffloadError if there is none."""
+        """Reserve space for tensors of these bytes, besides what is used. Raises OffloadError if there is none."""
 
     @contextmanager
     def accessible(self, tensors: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:
@@ -182,7 +182,12 @@ class MappedStorage(OffloadStorage):
         return tensor.untyped_storage().data_ptr() in self._addresses
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        self._grow(self._used + sum(map(_pages, sizes)))
+        pages = [] if self._file is None else [_pages(size) for size in sizes if size]
+        with self._lock:
+            self._grow(self._used + sum(pages))
+            for size in pages:
+                self._left[size].append(self._used)
+                self._used += size
 
     @contextmanager
     def accessible(self, tensors: Iterable[Tensor], *, writes: bool = False) -> Iterator[None]:

@@ -40,7 +40,7 @@ from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.rank_context import RankContext
-from raypar.actors.worker.build.updates import buckets_of, shared_update, updater_of
+from raypar.actors.worker.build.updates import buckets_of, channels_of, shared_update, updater_of
 from raypar.actors.worker.build.weight_owners import (
     between_updaters,
     cuts_of,
@@ -243,12 +243,13 @@ def assemble(context: RankContext) -> Assembly:
     if not plan.world.reduces_at(context.pp) or (plan.world.is_expert(plan.rank) and not part.storage.is_off_device):
         return Assembly(part, updater_of(context, part, scaler), flow, None, scaler)
     buckets = buckets_of(plan, part, _reduced(plan, part, groups))
-    channels, update = shared_update(context, part, buckets, scaler)
+    channels = channels_of(context)
     train = plan.programs["train"]
     row = first_steps(train, 1).rows[context.row] if train.stream else train.rows[context.row]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
     here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].gets_sum]
     sums = GradientSums(buckets, here, part.storage, part.masters.parameters)
+    update = shared_update(context, part, buckets, scaler)  # last: it reserves what the first step allocates
     reducer = Reducer(buckets, channels, device, sums, rounds, frees_buckets=plan.world.frees_buckets)
     for number, stage in part.stages.items():
         stage.make_gradients_in(reducer.gradient_views(number))

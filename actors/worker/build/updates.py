@@ -22,6 +22,7 @@ from raypar.actors.data_parallel.zero1 import (
     OwnedWeights,
     ShardedUpdate,
     SharedBucket,
+    SharedWeights,
     StoredCutWeights,
 )
 from raypar.actors.machine.flat_memory import flat_empty
@@ -167,62 +168,71 @@ def _cut_matrices(context: RankContext, part: ModelPart) -> list[CutMatrices]:
     return found
 
 
-def shared_update(
-    context: RankContext, part: ModelPart, buckets: list[Bucket], scaler: LossScaler
-) -> tuple[list[Channel], ParameterUpdate]:
-    """Create the channels that gradients are summed over, and the update, for replicas or parameter servers.
+def channels_of(context: RankContext) -> list[Channel]:
+    """Create the channels that gradients are summed over, for replicas or parameter servers: one for each owner."""
+    groups, world = context.groups, context.world
+    if world.servers:
+        servers = [groups[f"ps{index}"] for index in range(world.servers)]
+        return [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
+    allocate = _allocate_of(context)
+    return [channel for one in _replicas(context) for channel in _channels(context.plan, one, groups, allocate)]
+
+
+def shared_update(context: RankContext, part: ModelPart, buckets: list[Bucket], scaler: LossScaler) -> ParameterUpdate:
+    """Create the update, for replicas or parameter servers.
 
     Args:
         context: The actor's rank, device and groups.
         part: The actor's part of the model.
         buckets: Buckets of the parameters whose gradients are summed, or moved off the device.
         scaler: The scale of the loss.
-
-    Returns:
-        One channel for each owner, and the update.
     """
-    plan, groups, world = context.plan, context.groups, context.world
+    groups, world = context.groups, context.world
     if world.servers:
-        servers = [groups[f"ps{index}"] for index in range(world.servers)]
-        channels = [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
-        return channels, ServedUpdate(buckets, servers)
-    allocate = partial(flat_empty, device=context.device.device) if world.frees_buckets else None
-    replicas = [
-        one for one in (world.dense, world.experts) if one is not None and (one.key in groups or world.frees_buckets)
-    ]
-    channels = [channel for one in replicas for channel in _channels(plan, one, groups, allocate)]
+        return ServedUpdate(buckets, [groups[f"ps{index}"] for index in range(world.servers)])
     updater = updater_of(context, part, scaler)
     if not world.sharded:
-        return channels, updater
-    if world.gathers:
-        return channels, ShardedUpdate(updater, ())
+        return updater
+    weights = [] if world.gathers else _shared_weights(context, part, buckets)
+    return ShardedUpdate(updater, weights, MOST_FLATS if world.unshards else None)
+
+
+def _shared_weights(context: RankContext, part: ModelPart, buckets: list[Bucket]) -> list[SharedWeights]:
+    """Return the weights that several replicas hold, in the order of their exchange after an update."""
+    groups, world, replicas = context.groups, context.world, _replicas(context)
+    if world.unshards:
+        buckets = buckets_of(context.plan, part, part.layer_shards)
     layers = [module for stage in part.stages.values() for module in stage.modules]
-    if world.cuts and world.unshards:
-        assert allocate is not None
-        stored = buckets_of(plan, part, part.layer_shards)
-        cut = ((one, groups[replicas[one.owner].shard_key]) for one in stored if isinstance(one, CutBucket))
-        apart = [StoredCutWeights(bucket, group, part.parts, part.storage, allocate) for bucket, group in cut]
-        return channels, ShardedUpdate(updater, apart, MOST_FLATS)
+    allocate = _allocate_of(context)
     if world.cuts:
-        numbers = {name: number for number, name in enumerate(part.parameters)}
-        fixed = fixed_weights(layers, part.parameters, numbers)
-        cut = ((one, groups[replicas[one.owner].shard_key]) for one in buckets if isinstance(one, CutBucket))
-        weights = [CutWeights(bucket, group, part.masters, fixed) for bucket, group in cut]
-        return channels, ShardedUpdate(updater, weights)
+        cut = [(one, groups[replicas[one.owner].shard_key]) for one in buckets if isinstance(one, CutBucket)]
+        if world.unshards:
+            assert allocate is not None
+            return [StoredCutWeights(bucket, group, part.parts, part.storage, allocate) for bucket, group in cut]
+        fixed = fixed_weights(layers, part.parameters, {name: number for number, name in enumerate(part.parameters)})
+        return [CutWeights(bucket, group, part.masters, fixed) for bucket, group in cut]
     owners = {
         channel: (groups[one.shard_key], rank)
         for channel, (one, rank) in enumerate((one, rank) for one in replicas for rank in range(one.owners))
         if one.key in groups
     }
+    shared = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
     if world.unshards:
-        stored = buckets_of(plan, part, part.layer_shards)
-        off_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in stored if bucket.owner in owners]
-        fixed = set(part.layer_shards)
-        shared = [OwnedWeights(one, fixed, allocate, part.storage) for one in off_device]
-        return channels, ShardedUpdate(updater, shared, MOST_FLATS)
+        return [OwnedWeights(one, set(part.layer_shards), allocate, part.storage) for one in shared]
     fixed = fixed_weights(layers, part.parameters, part.owners.of)
-    on_device = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
-    return channels, ShardedUpdate(updater, [OwnedWeights(one, fixed) for one in on_device])
+    return [OwnedWeights(one, fixed) for one in shared]
+
+
+def _replicas(context: RankContext) -> list[ReplicaGroup]:
+    """Return the replicas over which this actor sums gradients, or itself if it only moves them off its device."""
+    world, groups = context.world, context.groups
+    both = (world.dense, world.experts)
+    return [one for one in both if one is not None and (one.key in groups or world.frees_buckets)]
+
+
+def _allocate_of(context: RankContext) -> Empty | None:
+    """Return what allocates flat tensors that are freed after use; None if they are kept for the whole run."""
+    return partial(flat_empty, device=context.device.device) if context.world.frees_buckets else None
 
 
 def _channels(
