@@ -16,6 +16,7 @@ from raypar.actors.inspect.step import Notes
 from raypar.actors.machine.offload_storage import DeviceStorage
 from raypar.actors.specs.optim import SGD, AdamW, Muon
 from raypar.actors.specs.precision import Precision
+from tests.actors.data_parallel.test_even_parts import wide
 from tests.support.snapshots import loaded, read, saved
 from tests.support.team import Team, linears
 
@@ -248,7 +249,7 @@ OFFLOADS = {
 LEVELS = {
     "alone": {},
     "zero 1": {"dp": 2, "zero": 1},
-    "zero 2": {"dp": 2, "zero": 2, "precision": Precision("bf16")},
+    "zero 2": {"dp": 3, "zero": 2, "precision": Precision("bf16")},
     "zero 3": {"pp": 2, "dp": 2, "zero": 3},
     "hybrid": {"dp": 4, "shard": 2, "zero": 3, "precision": Precision("bf16")},
 }
@@ -259,7 +260,7 @@ def offloaded(folder, offload, **changes):
     if "offload_folder" in fields:
         folder.mkdir(exist_ok=True)
         fields |= {"offload_folder": str(folder)}
-    return team_of(linears(4), **fields)
+    return team_of(wide(4), **fields)
 
 
 @pytest.mark.sampled
@@ -290,9 +291,10 @@ def saved_bits(team, folder):
     return {name: (one.dtype, one.tolist()) for name, one in read(team, folder)[0].items()}
 
 
-def test_an_offloaded_step_by_hand_is_rewound(tmp_path):
+@pytest.mark.parametrize(("offload", "zero"), [("files", 3), ("files", 1), ("optimizer", 2)])
+def test_an_offloaded_step_by_hand_is_rewound(offload, zero, tmp_path):
     """Copies of masters and states are where these are, and take the same room each time."""
-    team = offloaded(tmp_path, "files", dp=2, zero=3)
+    team = offloaded(tmp_path, offload, dp=2, zero=zero)
     team.step(0)
     workers = [worker.member for worker in team.workers]
     before, used = saved_bits(team, tmp_path / "before"), []

@@ -166,10 +166,10 @@ class Odd(OddParameters):
         return nn.functional.linear(x, self.gaps) + self.frozen + self.none.sum()
 
 
-@pytest.mark.parametrize("dp", [2, 5])
-def test_parameters_of_any_shape_and_order(cut, dp):
+@pytest.mark.parametrize(("dp", "offload"), [(2, "none"), (5, "none"), (2, "parameters"), (5, "optimizer")])
+def test_parameters_of_any_shape_and_order(cut, dp, offload):
     """On five replicas, a replica has nothing of most of them."""
-    fields = {"m": 2, "dp": dp, "optim": AdamW(lr=0.01)}
+    fields = {"m": 2, "dp": dp, "optim": AdamW(lr=0.01), "offload": offload}
     found = []
     for levels, level in ((), 3), ((1, 3), 1), ((1, 3), 3):
         cut(*levels)

@@ -100,10 +100,11 @@ class Packed(nn.Module):
         return (x @ self.one).sin() @ self.other
 
 
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
 @pytest.mark.parametrize("layer", [Aliased, lambda: Packed(16)], ids=["alias", "packed"])
-def test_a_weight_whose_memory_is_shared_stays_where_it_is(layer):
+def test_a_weight_whose_memory_is_shared_stays_where_it_is(layer, offload):
     """Were it moved, its alias would keep the initial values."""
-    team = Team(lambda: [nn.Linear(4, 4), layer()], 1, 2, dp=2, zero=1)
+    team = Team(lambda: [nn.Linear(4, 4), layer()], 1, 2, dp=2, zero=1, offload=offload)
     agrees(team)
     layers = [worker.member.parts.part.stages[0].modules[1] for worker in team.workers]
     for tensors in ({**dict(layer.named_parameters()), **dict(layer.named_buffers())} for layer in layers):
@@ -113,10 +114,11 @@ def test_a_weight_whose_memory_is_shared_stays_where_it_is(layer):
         )
 
 
-def test_weights_that_overlap_are_refused():
+@pytest.mark.parametrize("offload", ["none", "optimizer", "parameters"])
+def test_weights_that_overlap_are_refused(offload):
     agrees(Team(lambda: [Packed(8)], 1, 2, dp=2, zero=0))
     with pytest.raises(ConfigError, match=r"layers\.0\.one and layers\.0\.other overlap in memory, and each replica"):
-        Team(lambda: [Packed(8)], 1, 2, dp=2, zero=1)
+        Team(lambda: [Packed(8)], 1, 2, dp=2, zero=1, offload=offload)
 
 
 class Nested(nn.Module):

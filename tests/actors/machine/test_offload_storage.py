@@ -14,9 +14,11 @@ import torch
 
 from raypar.actors.errors import CheckpointError, OffloadError
 from raypar.actors.machine.offload_storage import MappedStorage
-from raypar.actors.specs.optim import AdamW
+from raypar.actors.specs.optim import SGD, AdamW, Muon
+from raypar.actors.specs.precision import Precision
+from tests.actors.data_parallel.test_even_parts import wide
 from tests.support.snapshots import saved
-from tests.support.team import Team, linears
+from tests.support.team import Team
 
 ROOT = Path(__file__).parents[3]
 ADAM = {"optim": AdamW(lr=0.01), "clip": 0.5}
@@ -24,7 +26,7 @@ ADAM = {"optim": AdamW(lr=0.01), "clip": 0.5}
 
 def team_in(folder, **changes):
     fields = {"pp": 1, "dp": 2, "m": 2, "zero": 1, "offload": "optimizer", "offload_folder": str(folder), **ADAM}
-    return Team(linears(4), **fields | changes)
+    return Team(wide(), **fields | changes)
 
 
 def test_memory_that_was_given_back_is_used_again(tmp_path):
@@ -106,6 +108,18 @@ def test_a_full_disk_is_told_at_the_launch(tmp_path, monkeypatch):
         team_in(tmp_path)
 
 
+@pytest.mark.parametrize("optim", [AdamW(), SGD(momentum=0.9), Muon(adamw=("*.bias",))], ids=lambda one: one.kind)
+@pytest.mark.parametrize(("offload", "zero"), [("optimizer", 1), ("parameters", 2), ("parameters", 3)])
+def test_a_launch_takes_all_space_of_steps(offload, zero, optim, tmp_path, monkeypatch):
+    """Also that of states and averages, which the first step creates, besides the sums of gradients."""
+    fields = {"offload": offload, "zero": zero, "optim": optim, "ema": 0.9, "precision": Precision("bf16")}
+    team, other = team_in(tmp_path, **fields), team_in(tmp_path, **fields)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        found = [[one.losses for one in team.step(number)] for number in range(2)]
+    assert found == [[one.losses for one in other.step(number)] for number in range(2)]
+
+
 def test_a_disk_that_is_full_since_the_launch_ends_no_training(tmp_path, monkeypatch):
     """All room that steps need is taken before. A checkpoint is not saved, but told of; the next one can be."""
     team, other = team_in(tmp_path), team_in(tmp_path)
@@ -125,7 +139,7 @@ def test_a_disk_that_is_full_since_the_launch_ends_no_training(tmp_path, monkeyp
 CUT = """
 import os, sys
 from tests.actors.machine.test_offload_storage import team_in
-for changes in ({"offload": "optimizer"}, {"offload": "parameters", "zero": 3}):
+for changes in ({"offload": "optimizer"}, {"offload": "parameters", "zero": 3}, {"offload": "parameters"}):
     team = team_in(sys.argv[1], **changes)
     team.step(0)
     os.ftruncate(team.workers[1].member.parts.part.storage._file.fileno(), 0)  # as if the disk had lost it
@@ -140,13 +154,12 @@ def test_a_disk_that_fails_in_training_is_told_with_the_file_and_the_action(tmp_
     command = [sys.executable, "-c", CUT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    first, second, third, fourth = done.stdout.splitlines()
+    first, second, third, fourth, fifth, sixth = done.stdout.splitlines()
     file, fix = (
         f"the offload file of pp=0 dp=1 in {str(tmp_path)!r}",
         "look at the disk, or give another offload_folder",
     )
     told = "actor pp=0 dp=1: action {} failed: OffloadError: {} can't be {} (Input/output error): {}"
     assert second == told.format("STEP", file, "written", fix)
-    assert fourth == told.format("0F0", file, "read", fix)
-    assert "the group was aborted" in first
-    assert "the group was aborted" in third
+    assert fourth == sixth == told.format("0F0", file, "read", fix)
+    assert all("the group was aborted" in line for line in (first, third, fifth))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.optim import optimizer
+from raypar.actors.optim import offloaded_optimizer
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.muon import muon_with_adamw
 from raypar.actors.optim.muon.matrix_rounds import matrix_rounds
@@ -163,14 +163,15 @@ def test_an_actor_has_one_matrix_a_round_and_all_rounds_cost_alike():
     assert matrix_rounds({"x": (2, 2), "y": (3, 3)}, {"x": [1], "y": [1, 2]}) == [{"y": 1}, {"x": 1}]
 
 
-def test_portions_off_the_device_are_those_of_all_tensor_ranks(monkeypatch):
-    """Slices of different sizes: with portions by those, one rank would exchange matrices that the other has not."""
-    monkeypatch.setattr(optimizer, "PORTION", 4 * 4 * 5)
+def test_portions_off_the_device_do_not_divide_exchanges(monkeypatch):
+    """With slices of different sizes, portions by those would let one rank exchange matrices that others have not."""
+    monkeypatch.setattr(offloaded_optimizer, "PORTION", 4 * 4 * 5)
     linears = lambda: [nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 4)) for n in (5, 3, 5)]  # noqa: E731
     model = Layers(linears, mse, plan={"layers.*.0": "column", "layers.*.2": "row"})
-    fields = {"optim": Muon(adamw=()), "data": Batches(batch)}
-    found = [trained(model, Mesh(tp=2), **fields, offload=offload).weights() for offload in ("none", "optimizer")]
-    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+    for mesh, optim in ((Mesh(tp=2), Muon(adamw=())), (Mesh(dp=3, tp=2), Muon(adamw=("*.bias",)))):
+        fields = {"optim": optim, "data": Batches(batch)}
+        found = [trained(model, mesh, **fields, offload=offload).weights() for offload in ("none", "optimizer")]
+        assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
 
 
 @pytest.mark.parametrize("there", [Mesh(dp=2), Mesh(tp=2), Mesh(pp=2, dp=3)])
