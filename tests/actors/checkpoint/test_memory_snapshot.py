@@ -18,6 +18,7 @@ from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.machine.process_identity import own_identity, process_began
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.worker.snapshot_keeper import SnapshotKeeper
+from tests.actors.data_parallel.test_even_parts import wide
 from tests.support.descriptors import descriptors
 from tests.support.team import Team, linears
 
@@ -123,11 +124,15 @@ def test_a_snapshot_outlives_the_process_that_took_it():
     assert held.files() == {}
 
 
+AWAY = {"offload": "parameters"}
+
+
 @pytest.mark.sampled
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "zero": 3}, {"dp": 1}], ids=str)
-def test_a_team_goes_back_to_a_snapshot_with_all_bits(layout):
-    """Whatever the mesh of those that took it."""
-    team = Team(linears(), pp=2, dp=2, zero=1, max_failures=1)
+@pytest.mark.parametrize("here", [{}, AWAY, {"offload": "optimizer"}], ids=str)
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"dp": 2, "zero": 3}, {"dp": 1}, {"dp": 2} | AWAY], ids=str)
+def test_a_team_goes_back_to_a_snapshot_with_all_bits(layout, here):
+    """Whatever the mesh of those that took it, and wherever they store their parts."""
+    team = Team(wide(4), pp=2, dp=2, zero=1, max_failures=1, **here)
     plans = [actor.member.context.plan for actor in team.all]
     keepers = [SnapshotKeeper(plan, lambda step: None) for plan in plans]
     for step in range(3):
@@ -136,12 +141,12 @@ def test_a_team_goes_back_to_a_snapshot_with_all_bits(layout):
             keeper.after(step + 1, actor.member.state)
     weights = team.weights()
     losses = [result.losses for result in team.step(3)]
-    other = Team(linears(), pp=2, m=8 // (2 * layout["dp"]) * 2, max_failures=1, **layout)
+    other = Team(wide(4), pp=2, m=8 // (2 * layout["dp"]) * 2, max_failures=1, **layout)
     files = SnapshotFiles({SnapshotOwner(0, rank): keeper._slots.files for rank, keeper in enumerate(keepers)})
     tensors = files.at(3, [SnapshotOwner(0, rank) for rank in range(len(keepers))])
     assert other.each(lambda actor: actor.member.state.load(files, tensors)) == [None] * len(other.all)
     assert all(torch.equal(other.weights()[name], weight) for name, weight in weights.items())
-    if layout == {"dp": 2}:
+    if layout == {"dp": 2} or "offload" in layout:
         assert [result.losses for result in other.step(3)] == losses
 
 
