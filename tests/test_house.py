@@ -379,7 +379,7 @@ MAY_IMPORT = {
         "actors actors/autograd actors/checkpoint actors/collective actors/data actors/machine actors/models "
         "actors/models/init actors/models/tiles actors/optim/muon actors/specs actors/tensor_parallel"
     ),
-    "actors/optim/muon": "actors actors/collective actors/specs actors/tensor_parallel",
+    "actors/optim/muon": "actors actors/collective actors/machine actors/specs actors/tensor_parallel",
     "actors/pipeline": (
         "actors actors/autograd actors/collective actors/data_parallel actors/expert_parallel actors/inspect "
         "actors/layers actors/machine actors/models actors/models/init actors/specs schedules"

@@ -216,7 +216,8 @@ class StoredCutWeights:
         storage: OffloadStorage,
         allocate: Callable[[int, torch.dtype], Tensor],
     ) -> None:
-        self._bucket, self._replicas, self._storage, self._allocate = bucket, replicas, storage, allocate
+        self._bucket, self._replicas = bucket, replicas
+        self._storage, self._allocate = storage, allocate
         self._own = {name: parts[name].take(bucket.parameters[name].detach()) for name in bucket.layout.own}
         self._flat: Tensor | None = None
 

@@ -1,30 +1,17 @@
-"""Any optimizer of weights that are stored off the device, and the interface of optimizers."""
+"""Any optimizer of weights that are stored off the device."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from raypar.actors.machine.offload_storage import PORTION, OffloadStorage
+from raypar.actors.optim.muon.muon_with_adamw import Optimizer
 from raypar.actors.portions import portions
 from raypar.actors.tensors import nbytes
-
-
-class Optimizer(Protocol):
-    """The interface of torch's optimizers, which Muon with AdamW has too.
-
-    Attributes:
-        param_groups: The parameter groups; each has ``params``, ``lr``, and ``rate``, the factor of the run's rate.
-        state: The state of each parameter, by key.
-    """
-
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
-
-    def step(self) -> Any: ...
 
 
 class OffloadedOptimizer:

@@ -17,8 +17,8 @@ from raypar.actors.machine.offload_storage import DeviceStorage, OffloadStorage
 from raypar.actors.models.tiles.tile_names import untiled
 from raypar.actors.optim.groups import Rule, rule_of
 from raypar.actors.optim.muon.matrix_exchange import DividedMatrices
-from raypar.actors.optim.muon.muon_with_adamw import MuonWithAdamW
-from raypar.actors.optim.offloaded_optimizer import OffloadedOptimizer, Optimizer
+from raypar.actors.optim.muon.muon_with_adamw import MuonWithAdamW, Optimizer
+from raypar.actors.optim.offloaded_optimizer import OffloadedOptimizer
 from raypar.actors.sharding import Shape, Shard
 from raypar.actors.specs.optim import SGD, AdamW, AnyOptimizer, Muon
 from raypar.actors.tensor_parallel.gradients import ShardedGradients

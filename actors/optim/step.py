@@ -22,7 +22,7 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.muon.matrix_exchange import CutMatrices, DividedMatrices
-from raypar.actors.optim.offloaded_optimizer import Optimizer
+from raypar.actors.optim.muon.muon_with_adamw import Optimizer
 from raypar.actors.optim.optimizer import build_optimizer, load_state, reserve_states, set_lr, state_tensors
 from raypar.actors.optim.votes import GradientTally, PendingReport, ReportedGradients
 from raypar.actors.optim.weight_average import WeightAverage

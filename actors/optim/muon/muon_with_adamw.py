@@ -12,19 +12,32 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.muon.matrix_exchange import MatrixExchange
-from raypar.actors.optim.offloaded_optimizer import Optimizer
 from raypar.actors.specs.optim import Muon, MuonScale
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # of the quintic a x + b x^3 + c x^5, whose slope at 0 is large
 _SMALLEST = 1e-7  # norm below which a matrix counts as zero
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Optimizer(Protocol):
+    """The interface of torch's optimizers, which Muon with AdamW has too.
+
+    Attributes:
+        param_groups: The parameter groups; each has ``params``, ``lr``, and ``rate``, the factor of the run's rate.
+        state: The state of each parameter, by key.
+    """
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+
+    def step(self) -> Any: ...
 
 
 @dataclass(eq=False)
