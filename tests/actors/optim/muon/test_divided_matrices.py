@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.optim import offloaded_optimizer
+from raypar.actors.optim import optimizer
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.muon import muon_with_adamw
 from raypar.actors.optim.muon.matrix_rounds import matrix_rounds
@@ -165,7 +165,7 @@ def test_an_actor_has_one_matrix_a_round_and_all_rounds_cost_alike():
 
 def test_portions_off_the_device_do_not_divide_exchanges(monkeypatch):
     """With slices of different sizes, portions by those would let one rank exchange matrices that others have not."""
-    monkeypatch.setattr(offloaded_optimizer, "PORTION", 4 * 4 * 5)
+    monkeypatch.setattr(optimizer, "PORTION", 4 * 4 * 5)
     linears = lambda: [nn.Sequential(nn.Linear(4, n), nn.Tanh(), nn.Linear(n, 4)) for n in (5, 3, 5)]  # noqa: E731
     model = Layers(linears, mse, plan={"layers.*.0": "column", "layers.*.2": "row"})
     for mesh, optim in ((Mesh(tp=2), Muon(adamw=())), (Mesh(dp=3, tp=2), Muon(adamw=("*.bias",)))):
