@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from raypar.actors.bucket_bounds import UNDER_WAY
 from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket, CutBucket
@@ -81,9 +82,6 @@ class _Transfer:
     end: float = 0.0
 
 
-_MOST_FLATS = 2  # concurrent reductions whose flat tensors are freed; more would need more memory
-
-
 @dataclass(eq=False)
 class Reducer:
     """Reduces each bucket as soon as its last gradient is complete, during the last backward of its stage.
@@ -108,6 +106,8 @@ class Reducer:
         sums: The sums that this actor gets.
         rounds: The stages in the order in which a step reduces them; a stage comes once for each of its rounds.
         frees_buckets: Whether flat tensors are freed after each reduction; with several rounds they always are.
+        most_bytes: By stage, the bytes of gradients in flat tensors that are freed for which none is allocated while
+            reductions are under way. A stage that is missing has no limit.
         bucket_bytes: The bytes of gradients in flat tensors that are freed; None if they are kept for the whole run.
 
     Source: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section 3.2;
@@ -120,6 +120,7 @@ class Reducer:
     sums: GradientSums
     rounds: Sequence[int] | None = None
     frees_buckets: bool = False
+    most_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         stages = list(dict.fromkeys(one.stage for one in self.buckets)) if self.rounds is None else list(self.rounds)
@@ -285,13 +286,20 @@ class Reducer:
         return self.channels[bucket.owner].empty(bucket.size, bucket.grad_dtype)
 
     def _flat(self, number: int) -> Tensor:
-        """Return the flat tensor of a bucket; allocate it if need be."""
+        """Return the flat tensor of a bucket; allocate it if need be, once there is memory for it."""
         flat = self._flats[number]
         if flat is None:
-            flat = self._flats[number] = self._empty(number)
             if self.bucket_bytes is not None:
-                self.bucket_bytes.add(self.buckets[number].num_bytes)
+                self._make_room(self.buckets[number], self.bucket_bytes)
+            flat = self._flats[number] = self._empty(number)
         return flat
+
+    def _make_room(self, bucket: Bucket, there: HighWater) -> None:
+        """Wait until a bucket fits among those that are there, or no reduction is under way; and count it."""
+        most = self.most_bytes.get(bucket.stage)
+        while most is not None and there.now + bucket.num_bytes > most and self._arrived < len(self._transfers):
+            self._collect(len(self._transfers) - self._arrived - 1)
+        there.add(bucket.num_bytes)
 
     def _view(self, number: int, name: str) -> Tensor:
         """Return the view of a bucket's flat tensor for the gradient of a parameter."""
@@ -325,7 +333,7 @@ class Reducer:
             if self.frees_buckets:
                 bucket.drop_gradients()
                 self._flats[number] = None
-                self._collect(_MOST_FLATS)
+                self._collect(UNDER_WAY)
 
     def _reduce(self, number: int, flat: Tensor) -> tuple[Waitable, Tensor]:
         """Start the reduction of a bucket, and return the tensor that has what this actor gets of the sum."""

@@ -78,7 +78,7 @@ class Sharder:
         units: list[Unit] = []
         uses: list[tuple[int, ...]] = []
         tiles: list[tuple[int, ...]] = []
-        for members in self._layers_of_units(layers):
+        for members in self.model.units(layers, self.layers):
             initial = self._built(members)
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own, initial) for index in members]
@@ -105,13 +105,6 @@ class Sharder:
             if isinstance(module, TiledLinear):
                 for inner, tile in module.named_children():
                     yield {f"{path}.{inner}.{name}": parameter for name, parameter in tile.named_parameters()}
-
-    def _layers_of_units(self, layers: Sequence[int]) -> Iterator[list[int]]:
-        """Divide the layers of a stage into those of each unit."""
-        body = [index for index in layers if index in self.model.body]
-        yield from ([index] for index in layers if index < self.model.body.start)
-        yield from (body[start : start + self.layers] for start in range(0, len(body), self.layers))
-        yield from ([index] for index in layers if index >= self.model.body.stop)
 
     def _built(self, members: Sequence[int]) -> dict[str, Tensor]:
         """Build the layers of a unit and cast them.

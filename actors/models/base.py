@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -148,6 +148,18 @@ class Model(ABC):
         made.skeleton = change(range(len(self.names)), deepcopy(list(self.skeleton), kept))
         made._origin = self, change
         return made
+
+    def units(self, layers: Sequence[int], size: int) -> Iterator[list[int]]:
+        """Yield the layers of each unit of a stage: so many of the body together, every other one alone.
+
+        Args:
+            layers: Indices of the layers of the stage.
+            size: Layers of a unit of the body.
+        """
+        body = [index for index in layers if index in self.body]
+        yield from ([index] for index in layers if index < self.body.start)
+        yield from (body[start : start + size] for start in range(0, len(body), size))
+        yield from ([index] for index in layers if index >= self.body.stop)
 
     def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
         """Make some layers with their initial weights, also of a copy that ``changed`` returned; see ``make``."""

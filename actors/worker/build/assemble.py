@@ -40,7 +40,7 @@ from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.rank_context import RankContext
-from raypar.actors.worker.build.updates import buckets_of, channels_of, shared_update, updater_of
+from raypar.actors.worker.build.updates import buckets_of, channels_of, most_bytes_of, shared_update, updater_of
 from raypar.actors.worker.build.weight_owners import (
     between_updaters,
     cuts_of,
@@ -250,7 +250,8 @@ def assemble(context: RankContext) -> Assembly:
     here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].gets_sum]
     sums = GradientSums(buckets, here, part.storage, part.masters.parameters)
     update = shared_update(context, part, buckets, scaler)  # last: it reserves what the first step allocates
-    reducer = Reducer(buckets, channels, device, sums, rounds, frees_buckets=plan.world.frees_buckets)
+    frees, most = plan.world.frees_buckets, most_bytes_of(plan, part, buckets)
+    reducer = Reducer(buckets, channels, device, sums, rounds, frees_buckets=frees, most_bytes=most)
     for number, stage in part.stages.items():
         stage.make_gradients_in(reducer.gradient_views(number))
     return Assembly(part, update, flow, reducer, scaler)

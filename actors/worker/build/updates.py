@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import median_high
 
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.bucket_bounds import most_in_buckets
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.buckets import Bucket, CutBucket, pack
@@ -98,7 +100,7 @@ def buckets_of(plan: ActorPlan, part: ModelPart, parameters: Mapping[str, nn.Par
         part: The actor's part of the model.
         parameters: The parameters of the part to group, by logical name.
     """
-    row, limit = plan.programs["train"].rows[plan.world.row(plan.rank)], int(plan.run.bucket_mb * _MIB)
+    row, limit = plan.programs["train"].rows[plan.world.row(plan.rank)], _bucket_bytes(plan)
     buckets = []
     units = (unit for weights in part.weights.values() for unit in weights.units)
     strides = {name: stride for unit in units for name, stride in unit.strides.items()}
@@ -106,6 +108,37 @@ def buckets_of(plan: ActorPlan, part: ModelPart, parameters: Mapping[str, nn.Par
         members = {name: parameters[name] for name in part.stages[number].parameters() if name in parameters}
         buckets += pack(number, members, part.owners.of, limit, strides, part.cuts)
     return buckets
+
+
+def most_bytes_of(plan: ActorPlan, part: ModelPart, buckets: Sequence[Bucket]) -> dict[int, int]:
+    """Return the most bytes of gradients that are in buckets at a time, by stage, where replicas cut tensors.
+
+    Args:
+        plan: The actor's plan.
+        part: The actor's part of the model.
+        buckets: The buckets of its parameters.
+    """
+    found = dict[int, int]()
+    for number, stage in part.stages.items():
+        cut = [one for one in buckets if one.stage == number and isinstance(one, CutBucket)]
+        sizes: dict[Tensor, int] = {
+            parameter: parameter.numel() * one.grad_dtype.itemsize
+            for one in cut
+            for parameter in one.parameters.values()
+        }
+        modules = dict(zip(stage.layers, stage.modules, strict=True))
+        units = [
+            sum(sizes.get(one, 0) for one in {one for index in unit for one in modules[index].parameters()})
+            for unit in part.model.units(stage.layers, plan.run.zero_units)
+        ]
+        if cut:
+            full = max(_bucket_bytes(plan) // one.dtype.itemsize * one.grad_dtype.itemsize for one in cut)
+            found[number] = most_in_buckets(max(sizes.values()), median_high(units), full)
+    return found
+
+
+def _bucket_bytes(plan: ActorPlan) -> int:
+    return int(plan.run.bucket_mb * _MIB)
 
 
 def last_backwards(row: Sequence[Action]) -> dict[int, Action]:

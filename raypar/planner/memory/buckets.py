@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raypar.actors.bucket_bounds import UNDER_WAY, most_in_buckets
 from raypar.actors.mesh.world import World
 from raypar.actors.portions import portions_by_kind
 from raypar.planner.sizes.units import TensorSize, Units
 from raypar.schedules.action import Action, Op
 from raypar.schedules.rules import MAKES_GRADIENTS
-
-_UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
 class BucketBytes:
@@ -38,7 +37,7 @@ class BucketBytes:
         self._tensors = [[gradient * size for size in one.largest] for one in units]
         self._bucket = bucket
         self._packed = [_packed(one.sizes, gradient, bucket // weight) for one in units] if world.cuts else []
-        self._least = (_UNDER_WAY + 1) * gradient * (bucket // weight)
+        self._full = gradient * (bucket // weight)
         self._usual = [gradient * one.usual for one in units]
         self._kinds = 2 if world.experts else 1
         ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
@@ -80,13 +79,13 @@ class BucketBytes:
         """
         size = self._sizes[stage]
         if self._packed:
-            in_turn = self._packed[stage] * min(rounds, _UNDER_WAY + 1)
+            in_turn = self._packed[stage] * min(rounds, UNDER_WAY + 1)
             open_too = min(self._bucket, size) * (self._kinds - 1)
-            most = max((sum(in_turn[at : at + _UNDER_WAY + 1]) for at in range(len(in_turn))), default=0)
+            most = max((sum(in_turn[at : at + UNDER_WAY + 1]) for at in range(len(in_turn))), default=0)
             largest = max(self._tensors[stage], default=0)
-            return min(open_too + most, max(largest + self._usual[stage], self._least))
+            return min(open_too + most, most_in_buckets(largest, self._usual[stage], self._full))
         bucket = min(self._bucket, -(-size // self._owners))
-        count = self._owners + _UNDER_WAY
+        count = self._owners + UNDER_WAY
         alone = [tensor for tensor in self._tensors[stage][:count] if tensor > self._bucket]
         passing = sum(alone) + (count - len(alone)) * bucket
         return passing if rounds > 1 and not alone else min(size, passing)
