@@ -10,6 +10,8 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
+from raypar.planner.assumed_rates import rates_of
+from raypar.planner.initial_values import initial_seconds
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.resource_needs import Rows, actors_text, kinds_of
@@ -82,6 +84,7 @@ def _column(run: Run) -> Rows:
         figures = kinds_of(memory) | {"peak": size(memory.peak)}
         rows += [(f"{actor} {kind}".strip(), figure) for kind, figure in figures.items()]
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
+    seconds["initial values"] = initial_seconds(sized, rates_of(run).bytes)
     seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
     for (axis, op), sent in step_traffic(sized).items():
