@@ -54,6 +54,7 @@ class SharedDraws:
         holders: Returns the holders of a tensor, by name; None for a tensor of which this actor holds nothing.
         cuts: How replicas divide the elements of tensors of which each needs only its own span, by name.
         once: Names of tensors that are sent only once, because their other uses will share that memory.
+        is_loaded: Whether all trained weights are replaced before the first step. They begin with zeros then.
 
     Attributes:
         spans: Names of the tensors of which this actor has only got its span.
@@ -67,6 +68,8 @@ class SharedDraws:
         holders: Callable[[str], Holders | None],
         cuts: Mapping[str, ReplicaCut],
         once: Collection[str],
+        *,
+        is_loaded: bool = False,
     ) -> None:
         self._model, self._seed, self._cuts, self._once = model, seed, cuts, once
         self.spans = set[str]()
@@ -74,7 +77,12 @@ class SharedDraws:
         self._holders, self._drawers = dict[str, Holders](), dict[str, int]()
         self._sent, self._drawn = set[str](), dict[str, Tensor]()
         by_holders = defaultdict[Holders, list[dict[str, Tensor]]](list)
+        self._needless = set[str]()
         for tensors in model.draws(layers):
+            if is_loaded and all(one.requires_grad for one in tensors.values()):
+                self._tensors |= tensors
+                self._needless.update(tensors)
+                continue
             first, *others = {holders(name) for name in tensors}
             if first is not None and not others and first.size > 1:
                 by_holders[first].append(tensors)
@@ -87,7 +95,7 @@ class SharedDraws:
             self._own += (one for one in ones if self._drawers[next(iter(one))] == members.rank)
 
     def __contains__(self, name: object) -> bool:
-        """Return whether a tensor is drawn by one actor for all that hold parts of it."""
+        """Return whether a tensor is drawn by one actor for all that hold parts of it, or by none."""
         return name in self._tensors
 
     @torch.no_grad()
@@ -105,6 +113,8 @@ class SharedDraws:
             GroupError: Another actor did not take part in time.
         """
         made = _alone(shard.take(self._tensors[name]))
+        if name in self._needless:
+            return made.zero_()
         if name in self._cuts:
             self.spans.add(name)
         if name in self._sent and name in self._once:
@@ -183,7 +193,8 @@ def shared_draws(
         return experts if base.experts[name].part(parts, orders) == holder else None
 
     once = {model.originals.get(source, source) for source in same.values()}
-    return SharedDraws(base, layers, plan.run.seed, holders, cuts if world.gathers else {}, once)
+    spans = cuts if world.gathers else {}
+    return SharedDraws(base, layers, plan.run.seed, holders, spans, once, is_loaded=plan.is_loaded)
 
 
 def _size(group: Group | None) -> int:

@@ -217,8 +217,9 @@ class ActiveLayout:
         self._generation += 1
         self.snapshots.are_kept_for_stop = False
         loaded, named = self.loaded, (self.job, self._generation, self.device)
-        run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
-        plans = plans_of(run, self.layout.programs, *named, self.faults, self._number)
+        is_loaded = has_begun or self._found is not None
+        run = begun(loaded.run) if is_loaded else loaded.run
+        plans = plans_of(run, self.layout.programs, *named, self.faults, self._number, is_loaded=is_loaded)
         holds = loaded.start(plans, found, again=again)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)

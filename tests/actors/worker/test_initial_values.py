@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.build.initial_values import Holders, SharedDraws
+from raypar.job.start.actor_plans import plans_of
+from tests.support import team as team_support
 from tests.support.local_groups import FailingGroup, LocalHub, local_groups
 from tests.support.team import Team, batch, mse
 from tests.support.threads import threads
@@ -227,6 +230,17 @@ def test_replicas_get_only_their_spans():
     sent = sum(entry.bytes for group in groups for entry in group.ledger.entries().values())
     kept = cuts[0]["layers.0.weight"].shard(whole).take(whole)
     assert sent == 4 * (whole.numel() - kept.numel())
+
+
+def test_trained_weights_that_are_loaded_are_neither_drawn_nor_sent(monkeypatch, drawn):
+    monkeypatch.setattr(team_support, "plans_of", partial(plans_of, is_loaded=True))
+    team = Team.of(run_of(OWN, Mesh(dp=2), zero=1))
+    weights = team.weights()
+    assert {name for name, weight in weights.items() if weight.any()} == set()
+    assert set(drawn) == {(7,)}, "a buffer may not be in a checkpoint"
+    drawn.clear()
+    Team.of(run_of(SMALL, Mesh()))
+    assert not drawn
 
 
 def test_a_second_use_of_the_same_memory_is_not_sent():
