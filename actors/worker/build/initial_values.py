@@ -71,7 +71,8 @@ class SharedDraws:
         *,
         is_loaded: bool = False,
     ) -> None:
-        self._model, self._seed, self._cuts, self._once = model, seed, cuts, once
+        self._model, self._seed = model, seed
+        self._cuts, self._once = cuts, once
         self.spans = set[str]()
         self._tensors = dict[str, Tensor]()
         self._holders, self._drawers = dict[str, Holders](), dict[str, int]()
