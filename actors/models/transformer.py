@@ -33,7 +33,7 @@ from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.lora import LORA, is_adapter
 from raypar.actors.specs.model import GPT, Llama, Transformer, vocabulary_slice
-from raypar.actors.tensors import Values, bent
+from raypar.actors.tensors import Values, bent, host_like
 
 
 class Embedding(nn.Module, Incremental):
@@ -227,7 +227,7 @@ class TransformerModel(Model):
 
     def draw(self, tensors: Mapping[str, Tensor], seed: int) -> list[Tensor]:
         """Draw the initial values of whole tensors; see ``Model.draw``."""
-        return [self._drawn(name, torch.empty_like(tensor, device="cpu"), seed) for name, tensor in tensors.items()]
+        return [self._drawn(name, host_like(tensor), seed) for name, tensor in tensors.items()]
 
     def make(
         self, layers: Sequence[int], seed: int, parallelize: Parallelize, values: InitialValues | None = None

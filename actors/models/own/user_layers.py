@@ -34,7 +34,7 @@ from raypar.actors.models.own.user_plan import tensor_plan_of
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
-from raypar.actors.tensors import Values, dense_strides, unwrap
+from raypar.actors.tensors import Values, is_dense, unwrap
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +176,7 @@ class LayersModel(Model):
         alone = [
             tensor
             for tensor in self._first_names
-            if tensor.is_meta and tensor.is_floating_point() and tensor.stride() == dense_strides(tensor)
+            if tensor.is_meta and tensor.is_floating_point() and is_dense(tensor)
             if uses[storage_id(tensor)] == 1 and not (self._folder is not None and _is_weight(tensor))
         ]
         return {one: ops for one, ops in zip(alone, self._recording.draws(alone), strict=True) if ops}

@@ -14,7 +14,7 @@ from raypar.actors.data_parallel.cut_layout import ReplicaCut
 from raypar.actors.models.base import Model
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.specs.moe import orders_of
-from raypar.actors.tensors import memory_order
+from raypar.actors.tensors import host_like, memory_order
 from raypar.actors.worker.build.plan import ActorPlan
 
 
@@ -218,7 +218,7 @@ def _alone(tensor: Tensor, *, copies: bool = True) -> Tensor:
         copies: Whether to copy it even if it is such a tensor.
     """
     if tensor.is_meta:
-        return torch.empty_like(tensor, device="cpu")
+        return host_like(tensor)
     return (
         tensor.clone()
         if copies or tensor.numel() < tensor.untyped_storage().nbytes() // tensor.element_size()
