@@ -127,8 +127,8 @@ def cases():
 
 @pytest.mark.parametrize(("kind", "zero", "cuts"), list(cases()))
 def test_values_are_drawn_once_and_are_those_of_one_process(monkeypatch, drawn, kind, zero, cuts):
-    if cuts:
-        monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset({1, 2, 3}))
+    if not cuts:
+        monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset())
     run = run_of(*RUNS[kind], zero=zero)
     expected = initial(run)
     alone = values(drawn)
@@ -150,12 +150,29 @@ def test_without_zero_each_replica_draws_for_its_tensor_group(drawn):
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_masters_of_half_precision_are_the_values_themselves(monkeypatch, zero):
-    monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset({1, 2, 3}))
+def test_masters_of_half_precision_are_the_values_themselves(zero):
     run = run_of(SMALL, Mesh(dp=2), zero=zero, precision=Precision("bf16"))
     expected = initial(run)
     for name, weight in Team.of(run).masters().items():
         assert torch.equal(weight, expected[name]), name
+
+
+def moved(team, op):
+    """The bytes that all actors have sent by an operation while they launched."""
+    return sum(table[op][1] for table in team.ledger("launch") if op in table)
+
+
+@pytest.mark.parametrize(("mesh", "zero"), [(Mesh(dp=2), 1), (Mesh(dp=3), 2), (Mesh(dp=2), 3), (Mesh(tp=2), 0)])
+def test_a_launch_counts_what_it_sends_by_itself(mesh, zero):
+    run = run_of(SMALL, mesh, zero=zero)
+    team, members = Team.of(run), mesh.dp * mesh.tp
+    sizes = {name: one.numel() for name, one in shapes(build_model(SMALL, 0)).items()}
+    divided = {name for name, one in team.all[0].holds().items() if zero == 3 or not one.is_whole} & sizes.keys()
+    parts = 4 * sum(sizes[name] for name in divided) * (members - 1) / members
+    wholes = 4 * sum(count for name, count in sizes.items() if name not in divided) * (members - 1)
+    assert moved(team, "all_to_all") == parts, "to each its part, from who has drawn the tensor"
+    assert moved(team, "broadcast") == wholes
+    assert not any(team.ledger(axis)[0] for axis in ("dp", "tp")), "these are of steps"
 
 
 def draws_of(model, members, cuts=None, once=()):

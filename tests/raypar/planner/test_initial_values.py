@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.specs import worlds
 from raypar.actors.specs.model import GPT
 from raypar.actors.specs.run import Run
 from raypar.cli.plan.zero_levels import zero_levels_table
@@ -26,8 +25,7 @@ def seconds(mesh, rate=RATE, model=MODEL, **changes):
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_replicas_share_the_draws_and_get_all_values_or_their_spans(monkeypatch, zero):
-    monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset({1, 2, 3}))
+def test_replicas_share_the_draws_and_get_all_values_or_their_spans(zero):
     found, held = seconds(Mesh(dp=4), zero=zero)
     received = {0: 0, 3: 3 / 16}.get(zero, 3 / 4)
     assert found == pytest.approx(held * (DRAW / (4 if zero else 1) + 4 * received / RATE))
