@@ -11,12 +11,11 @@ from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.planner.assumed_rates import rates_of
-from raypar.planner.initial_values import initial_seconds
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.resource_needs import Rows, actors_text, kinds_of
 from raypar.planner.sizes.sized_run import SizedRun
-from raypar.planner.traffic import step_traffic
+from raypar.planner.traffic import initial_seconds, step_traffic
 from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines_in_width

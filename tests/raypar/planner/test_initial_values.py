@@ -10,8 +10,8 @@ from raypar.actors.specs.run import Run
 from raypar.cli.plan.zero_levels import zero_levels_table
 from raypar.config.run import check_run
 from raypar.planner.assumed_rates import rates_of
-from raypar.planner.initial_values import DRAW, initial_seconds
 from raypar.planner.sizes.sized_run import SizedRun
+from raypar.planner.traffic import DRAW, initial_seconds
 from raypar.schedules.formatting import milliseconds
 
 MODEL = GPT(layers=4, hidden=64, heads=4, seq=32, vocab=256)
