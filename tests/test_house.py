@@ -474,7 +474,7 @@ MAY_IMPORT = {
         "raypar/config raypar/config/trial schedules"
     ),
     "raypar/config/hugging_face": (
-        "actors actors/hugging_face actors/models/own actors/specs raypar raypar/config schedules"
+        "actors actors/hugging_face actors/machine actors/models/own actors/specs raypar raypar/config schedules"
     ),
     "raypar/config/trial": (
         "actors actors/data actors/models actors/models/init actors/models/own actors/specs "

@@ -11,7 +11,7 @@ from typing import Any
 
 from raypar.actors.errors import CheckpointError
 from raypar.actors.hugging_face.conversions import TABLES
-from raypar.actors.machine.files import AT_ONCE, checkpoint_errors, expanded, open_named
+from raypar.actors.machine.files import AT_ONCE, checkpoint_errors, open_named
 from raypar.actors.safetensors_header import ITEM, FileTensor, read_beginning
 from raypar.schedules.schedule import first_faults
 
@@ -25,7 +25,6 @@ WHAT_HAS = {  # the files of a folder, by the one that says what it holds
     " --adapter has written",
 }
 _ONLY_ADAPTER = "{folder!r} holds an adapter, and not the model: give the model's folder, and this one as model.lora.hf"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # as huggingface.co names a model
 _PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _MOST_JSON = 64 << 20
 _SAFE = (
@@ -48,20 +47,6 @@ def read_config(folder: Path, name: str = CONFIG) -> dict[str, Any]:
     if name == CONFIG and ADAPTER_CONFIG in (names or ()):
         raise CheckpointError([_ONLY_ADAPTER.format(folder=str(folder))])
     raise CheckpointError([f"{str(folder)!r} {lacks}: {WHAT_HAS[name]}"])
-
-
-def download_hint(folder: str) -> str:
-    """Say how the model is downloaded whose name at huggingface.co a user gives as a folder; "" if it is no such name.
-
-    Args:
-        folder: What the user gives.
-    """
-    if expanded(folder).exists() or not _HUB_NAME.fullmatch(folder):
-        return ""
-    name = folder.partition("/")[2]
-    return (
-        f"; if {folder} is a model of huggingface.co, hf download {folder} --local-dir {name} fetches it: give {name}"
-    )
 
 
 def read_json(path: Path) -> dict[str, Any]:

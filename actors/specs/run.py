@@ -138,7 +138,7 @@ class Run:
     """evaluations in a row without a lower validation loss, after which the training ends; 0: never"""
     folder: str | None = None
     """run folder for everything that the run writes: configuration, metrics, schedule, timeline, log, checkpoints; auto
-    is a new dated folder below runs/, which raypar train makes unless another one is named"""
+    is a new dated folder below runs/"""
     save_every: Steps = 0
     """save a checkpoint in the folder after every save_every steps, and at the end; 0: only at the end"""
     keep_last: Count | None = None

@@ -92,11 +92,12 @@ async def _look(tab, url, page, schemes, ignored):
     await tab.goto(url)
     await tab.evaluate(CHECKS)
     await tab.evaluate("checks.open()")
-    for scheme in schemes:
-        await tab.emulate_media(color_scheme=scheme)
-        for width, height in SIZES:
-            await tab.set_viewport_size({"width": width, "height": height})
-            found = [*await tab.evaluate("checks.layout", ignored), *await tab.evaluate("checks.contrast", ignored)]
+    for width, height in SIZES:
+        await tab.set_viewport_size({"width": width, "height": height})
+        page.faults += [f"{width} px: {fault}" for fault in await tab.evaluate("checks.layout", ignored)]
+        for scheme in schemes:
+            await tab.emulate_media(color_scheme=scheme)
+            found = await tab.evaluate("checks.contrast", ignored)
             page.faults += [f"{width} px, {scheme}: {fault}" for fault in found]
     links = await tab.evaluate("checks.links()")
     page.links, page.anchors = links["links"], links["anchors"]

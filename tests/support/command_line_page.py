@@ -127,7 +127,7 @@ def _help(kind: type) -> Help:
 def _table(flags: Iterable[FlagField]) -> Iterator[str]:
     rows = [
         f"| {_code(', '.join(filter(None, (one.short, one.spelled))))} | {_code(one.value or 'switch')} "
-        f"| {_code(default_text(one.default))} | {_cell(one.about)} |"
+        f"| {_code(default_text(one))} | {_cell(one.about)} |"
         for one in flags
     ]
     if rows:

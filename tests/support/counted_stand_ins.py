@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ class CountedCluster(StandInCluster):
 
     def __init__(self, actors: int) -> None:
         self.calls, self.nbytes = Counter[str](), Counter[str]()
+        self._counting = Lock()  # several threads call at once
         self._there = dict[Key, StandIn | None]()
         here = SimpleNamespace(call=_Call(self, self._there), end=SimpleNamespace(remote=lambda key: None))
         super().__init__(actors, [here], Pace())
@@ -61,7 +63,14 @@ class CountedCluster(StandInCluster):
 
     def count(self, method: str, what: object) -> None:
         """Count the bytes of a call's arguments, or of its answer."""
-        self.nbytes[method] += len(pickle.dumps(what))
+        nbytes = len(pickle.dumps(what))
+        with self._counting:
+            self.nbytes[method] += nbytes
+
+    def count_call(self, method: str) -> None:
+        """Count a call."""
+        with self._counting:
+            self.calls[method] += 1
 
     @property
     def sent(self) -> int:
@@ -83,7 +92,7 @@ class _Call:
         return self
 
     def remote(self, key: Key, method: str, *args: Any) -> Ref:
-        self._cluster.calls[args[0] if method == "snapshots" else method] += 1
+        self._cluster.count_call(args[0] if method == "snapshots" else method)
         self._cluster.count(method, [arg for arg in args if not isinstance(arg, Ref)])
         if key not in self._there:
             self._there[key] = StandIn(key, Pace(), die=_die)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from raypar.actors.data.tokenizers.example_shapes import ExampleError, ExampleText, Template
 from raypar.actors.machine.files import expanded, open_named, read_named
+from raypar.actors.machine.hub_names import download_hint
 
 Ids: TypeAlias = npt.NDArray[np.uint32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
@@ -303,7 +304,8 @@ def _model(path: Path, *, has_template: bool) -> Any:
             "give a folder that has it (save_pretrained writes it), or for a model of bytes set data.tokenizer to none"
         )
         template = "" if has_template else ", and for conversations data.template to a file with a chat template"
-        raise ExampleError(f"tokenizer: {str(path.parent)!r} has no {path.name}: {fix}{template}")
+        lack = f"{str(path.parent)!r} has no {path.name}" if path.parent.is_dir() else f"there is no {str(path)!r}"
+        raise ExampleError(f"tokenizer: {lack}: {fix}{template}{download_hint(str(path))}")
     try:
         return read_tokenizer(path)
     except ImportError as error:

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 
 from raypar.config.toml import KINDS
 
-_VALUES = {int: "N", float: "X", Path: "FILE", NoneType: "none"}
+_VALUES = {int: "N", float: "X", Path: "FILE", NoneType: "none", bool: "true|false"}
 
 
 class FlagField(NamedTuple):
@@ -59,7 +59,7 @@ class FlagField(NamedTuple):
     def choices(self) -> list[str]:
         """The words among which its value is; none if it may be another one."""
         found = [one for one in members(self.hint) if not isinstance(one, type) and not get_origin(one)]
-        return self.value.split("|") if {*self.value.split("|")} <= {*map(str, found), "none"} else []
+        return self.value.split("|") if {*self.value.split("|")} <= {*map(str, found), "none", "true", "false"} else []
 
     @property
     def about(self) -> str:

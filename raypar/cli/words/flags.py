@@ -54,8 +54,8 @@ class _Flag:
     def words(self) -> list[str]:
         """Return the words as tyro reads them."""
         name = self.path if self.path in _SHORT.values() else self.typed.removeprefix("--")
-        if NoneType in members(self.hint) and len(self.values) == 1 and self.values[0].lower() == "none":
-            return [f"--{name}", "None"]
+        if any(_fits(self.values, kind) for kind in members(self.hint) if kind in (NoneType, bool)):
+            return [f"--{name}", self.values[0].capitalize()]
         return [f"--{name}", *self.values]
 
 
@@ -63,7 +63,7 @@ _NO_FLAG = _Flag("", "", (), None)
 
 
 def read_flags(
-    kind: type, words: Sequence[str], default: object, wrong: Sequence[FieldFault] = ()
+    kind: type, words: Sequence[str], default: object, wrong: Sequence[FieldFault] = (), *, has_word: bool = True
 ) -> tuple[list[str], list[FieldFault]]:
     """Find the mistakes in the flags of a command.
 
@@ -73,6 +73,7 @@ def read_flags(
         words: The words of a command line.
         default: Its values before the flags, which give the classes of nested fields.
         wrong: Faults that are known already. Flags of these fields are left out without another fault.
+        has_word: Whether the command takes the word without a flag.
 
     Returns:
         The words of all other flags, as the parser reads them, and a fault for each flag that is unknown, has no value,
@@ -92,7 +93,7 @@ def read_flags(
             faults += [FieldFault(flag.path, text, of_type=True) for text in wrong_here]
             sound += [] if wrong_here else flag.words()
     faults += [FieldFault("data", _unquoted(typed, files), of_type=True) for typed, files in strays.items()]
-    name, metavar = word_alone(kind)
+    name, metavar = word_alone(kind) if has_word else ("", "")
     most = _most_words(get_type_hints(kind)[name]) if name else 0
     for word in alone[most:]:
         fix = f"only one {metavar} is read" if name else "all that is read are flags"
@@ -209,6 +210,8 @@ def _word(kind: Any) -> str:
         return f"pairs of {_word(name)} and {_word(value)}, such as {_PAIRS[value]}"
     if kind is NoneType:
         return "none"
+    if kind is bool:
+        return "true or false"
     if isinstance(kind, str | int) or kind in _NUMBERS:  # a value of a Literal, or a type
         return _NUMBERS.get(kind, str(kind))
     return "a path" if kind is Path else "a text"
@@ -229,6 +232,8 @@ def _fits(values: Sequence[str], kind: Any) -> bool:
         return False
     if kind is NoneType:
         return values[0].lower() == "none"
+    if kind is bool:
+        return values[0].lower() in ("true", "false")
     if kind not in _NUMBERS:
         return isinstance(kind, type) or values[0] == str(kind)
     try:

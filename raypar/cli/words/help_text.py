@@ -89,7 +89,8 @@ class Help(NamedTuple):
 
     def _text(self, subject: str = "") -> str:
         """Return the lines, to be wrapped."""
-        wording = self.wording or Wording(word_alone(self.kind)[1] if self.has_word else "")
+        name, metavar = word_alone(self.kind) if self.has_word else ("", "")
+        wording = self.wording or Wording(f"[{metavar}]" if name and self.is_run else metavar)
         usual, every = _groups()[0], [*flag_fields(self.kind, self.default)]
         every = [one for one in every if one.path not in wording.without]
         groups = self.groups(every)
@@ -103,7 +104,6 @@ class Help(NamedTuple):
             known = ", ".join([*self.subjects(every), "or a part of a flag"])
             fix = did_you_mean(subject, words, f"give {known}", spelled=repr)
             raise ConfigError([f"--help: no flag and no group of flags is named {subject!r}: {fix}"])
-        name, metavar = word_alone(self.kind) if self.has_word else ("", "")
         lines = [f"usage: raypar {' '.join(filter(None, (self.command, wording.usage)))} [flags]", "", self.what, ""]
         if name:
             base = getattr(self.default, name) if self.is_run else ""
@@ -140,23 +140,25 @@ def row(one: FlagField, defaults: Mapping[str, str]) -> str:
     """
     names = ", ".join(filter(None, (one.short, one.spelled, one.off)))
     text = one.about.replace("``", "")
-    default = defaults.get(one.path, default_text(one.default))
+    default = defaults.get(one.path, default_text(one))
     given = "" if default in ("none", "off") else f" (default: {default})"
     return f"  {names}{' ' if one.value else ''}{one.value}  {text}{given}"
 
 
-def default_text(value: Any) -> str:
-    """Return a value as the words of a command line say it."""
-    match value:
+def default_text(one: FlagField) -> str:
+    """Return the default of a flag as the words of a command line say it."""
+    match one.default:
         case None | () | "":
             return "none"
-        case bool(is_on):
+        case bool(is_on) if one.hint is bool:
             return "on" if is_on else "off"
+        case bool(is_true):
+            return str(is_true).lower()
         case dict(pairs):
-            return " ".join(f"{name} {one}" for name, one in pairs.items()) or "none"
+            return " ".join(f"{name} {value}" for name, value in pairs.items()) or "none"
         case tuple(items):
             return " ".join(map(str, items))
-    return str(value)
+    return str(one.default)
 
 
 def _is_about(subject: str, one: FlagField, groups: Mapping[str, Sequence[FlagField]]) -> bool:

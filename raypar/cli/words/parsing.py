@@ -120,7 +120,7 @@ def parse(
         named = base not in others
         about = what if wording else f"{what} {_what_flags_change(base if named else None)}"
         Help(command, about, kind, kind(**parts), True, named, _more(command), wording).raise_if_asked(words)
-        sound, faults = read_flags(kind, left, default, wrong)
+        sound, faults = read_flags(kind, left, default, wrong, has_word=named)
         return Parsed(_with_flags(kind(**parts), sound, command), [*wrong, *faults])
 
     first = words[0] if words and not words[0].startswith("-") else fallback

@@ -11,8 +11,9 @@ from shlex import quote
 from typing import Any, get_args
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.hugging_face.folder import CONFIG, download_hint, read_config, same_bytes, tensors_in
+from raypar.actors.hugging_face.folder import CONFIG, read_config, same_bytes, tensors_in
 from raypar.actors.known_fields import unknown_faults
+from raypar.actors.machine.hub_names import download_hint
 from raypar.actors.safetensors_header import FileTensor
 from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, ScalingKind
 from raypar.actors.specs.moe import MoE

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
 from raypar.actors.errors import CheckpointError
-from raypar.actors.hugging_face.folder import download_hint
+from raypar.actors.machine.hub_names import download_hint
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.specs.model import Layers
@@ -55,8 +55,9 @@ def find(
     folder = absolute(path)
     if others := instead_of(folder):
         raise ConfigError([others if typed else f"resume: {others}"])
-    if typed and not os.path.lexists(folder):
-        raise ConfigError([f"there is no {typed!r}: correct the path{download_hint(typed)}"])
+    if not os.path.lexists(folder):
+        missing = f"there is no {typed or str(path)!r}: correct the path"
+        raise ConfigError([f"{missing}{download_hint(typed)}" if typed else f"resume: {missing}"])
     path = checkpoints_in(folder)
     one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
     try:

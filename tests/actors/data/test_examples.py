@@ -127,6 +127,8 @@ def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):
         rp.Examples(str(tmp_path / "gone*.jsonl")): "(the pattern matches no file): correct the path",
         rp.Examples(str(tmp_path / "none")): "has no file of .jsonl",
         rp.Examples(str(path), str(tmp_path)): "has no tokenizer.json: give a folder that has it (save_pretrained",
+        rp.Examples(str(path), "qwen/tiny"): "tokenizer: there is no 'qwen/tiny': give a folder that has it",
+        rp.Examples(str(path), "qwen/small"): "hf download qwen/small --local-dir small fetches it: give small",
         rp.Examples(str(path), str(path)): "is not a tokenizers JSON file",
         rp.Examples(str(path), template=str(tmp_path / "gone")): "template: ",
         rp.Examples(str(folder / "tokenizer.json")): "example 1 of tokenizer.json has ",

@@ -3,7 +3,9 @@
 import pytest
 
 import raypar as rp
+from raypar.cli.train.train import TrainArgs
 from raypar.cli.words.flags import named_as_typed
+from raypar.cli.words.parsing import parse
 from raypar.config.toml import plain_of
 from tests.support.checkpoints import save_at
 
@@ -70,7 +72,7 @@ def test_a_checkpoint_that_is_not_there_is_one_of_several_faults(said, base):
     faults = faults_of(said, "train", *base, "--resume", "nowhere", "--steps", "ten", "--mesh.tp", "3")
     demand(
         faults,
-        "nowhere' can't be read (No such file or directory): give a path",
+        "--resume: there is no 'nowhere': correct the path",
         "--steps is 'ten'",
         *(["mesh.tp 3 does not divide model.heads"] if base else []),  # else it is not known what is to go on
     )
@@ -186,12 +188,19 @@ def test_a_model_of_hugging_face_is_no_recipe(said):
         (["--learning-rate", "3"], "--learning-rate is no flag: did you mean --optim.lr?"),
         (["--model.n-layer", "3"], "--model.n-layer is no flag: did you mean --model.layers?"),
         (["--steps"], "--steps has no value: give a whole number"),
+        (["--reshard-after-forward", "on"], "-forward is 'on': it must be true or false or except_last"),
         (["--steps="], "--steps has no value: give a whole number"),
     ],
 )
 def test_each_wrong_word_has_its_fix(said, words, says):
     (fault,) = faults_of(said, "train", "gpt-tiny", *words)
     assert says in fault
+
+
+@pytest.mark.parametrize(("word", "value"), [("true", True), ("False", False), ("except_last", "except_last")])
+def test_true_and_false_are_words_where_a_field_takes_others_too(word, value):
+    found = parse(TrainArgs, ["--reshard-after-forward", word], "train", "", "gpt-tiny")
+    assert found.args.reshard_after_forward == value and not found.wrong
 
 
 def test_faults_on_purpose_are_told_with_the_mistakes_of_the_run(said, tmp_path):

@@ -95,7 +95,7 @@ def test_of_a_step_that_is_not_there_those_that_are_there_are_told(said, tmp_pat
             ("ckpt", "rm", "x"),
             "raypar: there is no command 'rm': raypar ckpt ls FOLDER, or raypar ckpt verify PATH, or ",
         ),
-        (("train", "--resume", "nowhere"), "raypar: a mistake, no step was taken:\n--resume: '"),
+        (("train", "--resume", "nowhere"), "raypar: a mistake, no step was taken:\n--resume: there is no 'nowhere'"),
         (("train", "--resume"), "--resume"),
         (
             ("train", "gpt-tiny", "--save-every", "2", "--folder", "none"),

@@ -152,6 +152,13 @@ def test_mistakes_are_told(said, words, says, tmp_path, monkeypatch):
     assert (code, out) == (2, "") and says in err
 
 
+def test_a_word_among_the_flags_is_a_mistake(said, folder, tmp_path):
+    path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 20))
+    for word in ("gpt-small", "more.jsonl"):
+        code, out, err = said("sft", path, "--model", folder, "--steps", 2, word, "--dry-run")
+        assert (code, out) == (2, "") and f"{word!r} is a word too many" in err, err
+
+
 @pytest.mark.parametrize("words", [("--help",), ("talks.jsonl", "--help"), ("a", "1", "--model", "gone", "-h")])
 def test_help_is_that_of_the_command_whatever_is_missing(words):
     with pytest.raises(HelpAsked) as asked:

@@ -316,7 +316,9 @@ def test_there_has_to_be_one(tmp_path):
         f"resume {str(tmp_path)!r}: there is no sound checkpoint in it: give another folder, or start anew, without "
         "resume"
     ]
-    assert "can't be read" in faults_of(tiny(), resume=tmp_path / "nowhere")[0]
+    assert faults_of(tiny(), resume=tmp_path / "nowhere") == [
+        f"resume: there is no '{tmp_path}/nowhere': correct the path"
+    ]
 
 
 def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
