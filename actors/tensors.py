@@ -108,6 +108,14 @@ def empty_in(shape: tuple[int, ...], order: Order, dtype: torch.dtype, device: t
     return torch.empty([shape[dim] for dim in order], dtype=dtype, device=device).permute(dims)
 
 
+def host_like(tensor: Tensor) -> Tensor:
+    """Allocate a dense tensor on the CPU like another one, in its memory order.
+
+    For a meta tensor, ``torch.empty_like`` would import sympy.
+    """
+    return empty_in(tuple(tensor.shape), _by_stride(tensor), tensor.dtype, torch.device("cpu"))
+
+
 def _by_stride(tensor: Tensor) -> Order:
     """Return the dims from the largest stride to the smallest."""
     return tuple(sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from raypar.schedules.timeline import Call
@@ -35,9 +37,20 @@ class Ledger:
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._seconds: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
+        self._every: str | None = None  # what replaces every axis
+
+    @contextmanager
+    def counting_as(self, axis: str) -> Iterator[None]:
+        """Return a context in which all ops count on one axis, whatever groups they are of."""
+        self._every = axis
+        try:
+            yield
+        finally:
+            self._every = None
 
     def record(self, axis: str, op: str, nbytes: int) -> None:
         """Count one call of an op and its payload bytes."""
+        axis = self._every or axis
         with self._lock:
             counts = self._counts.setdefault((axis, op), [0, 0])
             counts[0] += 1
@@ -52,6 +65,7 @@ class Ledger:
             begin: When it began, in seconds of ``time.perf_counter``.
             end: When it was over.
         """
+        axis = self._every or axis
         call = Call(f"{axis} {op}", begin, end)
         with self._lock:
             self._seconds[axis, op] = self._seconds.get((axis, op), 0.0) + (end - begin)

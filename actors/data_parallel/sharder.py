@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class Sharder:
         owners: Who updates each parameter.
         cuts: How replicas divide the elements of parameters, by logical name; those that one replica has whole, its
             owner, are missing.
+        spans: Names of the tensors whose initial values ``make`` knows only in this actor's spans, as they are drawn.
         groups: The actor's groups by key: "gather" has the replicas among which parameters are sharded, "edp.gather"
             those of experts that are divided over actors. Without a group, each actor has all of the parameters.
         shard_storage: Storage of the shards.
@@ -60,6 +61,7 @@ class Sharder:
     same: Mapping[str, str]
     owners: Owners
     cuts: Mapping[str, ReplicaCut]
+    spans: Set[str]
     groups: Mapping[str, Group]
     shard_storage: OffloadStorage
     master_storage: OffloadStorage
@@ -135,7 +137,8 @@ class Sharder:
         group = self.groups.get("gather" if self.owners.experts.isdisjoint(parameters) else "edp.gather")
         owned = {name: self._owned(name, group) for name in parameters if group is None or name not in self.cuts}
         cuts = {name: owned.get(name) or self.cuts[name] for name in parameters}
-        unit = Unit(parameters, cuts, group, self.shard_storage, self.gathered)
+        spans = {name for name in parameters if self.model.originals.get(name, name) in self.spans}
+        unit = Unit(parameters, cuts, group, self.shard_storage, self.gathered, spans)
         self.parts |= unit.parts
         self._keep(unit.shards, initial)
         return unit

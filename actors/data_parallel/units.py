@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,15 @@ class Unit:
         group: The replicas among which the parameters are sharded; None if one replica has them all.
         storage: Storage of the shards.
         gathered: Counts the bytes of the actor's units that are whole.
+        spans: Logical names of the parameters that have initial values only in this replica's spans.
 
     Attributes:
         shards: This replica's parts of the parameters, by logical name: spans (elements,), or parameters that it has
             whole, in their shape.
         parts: Which spans these are; parameters that are not cut are missing.
         strides: The strides of all parameters when they are whole, by logical name.
-        digests: Digests of the initial values of all parameters, by logical name, to compare between replicas.
+        digests: Digests of the initial values of parameters, by logical name, to compare between replicas. Those of
+            parameters in ``spans`` are missing: one actor has drawn them for all.
         num_bytes: Bytes of all parameters together.
 
     Source: Rajbhandari et al. 2020, "ZeRO", section 5.3 (P_os+g+p); Zhao et al. 2023, "PyTorch FSDP", section 3.2.
@@ -53,8 +55,9 @@ class Unit:
         group: Group | None,
         storage: OffloadStorage,
         gathered: HighWater,
+        spans: Set[str] = frozenset(),
     ) -> None:
-        self.digests = {name: digest({name: parameter}) for name, parameter in parameters.items()}
+        self.digests = {name: digest({name: parameter}) for name, parameter in parameters.items() if name not in spans}
         self.num_bytes = sum(map(nbytes, parameters.values()))
         by_dtype = defaultdict[torch.dtype, dict[str, nn.Parameter]](dict)
         for name, parameter in parameters.items():

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,21 @@ Kind = Named | PlacedStep
 TensorPlan = tuple[tuple[str, Kind], ...]
 Parallelize = Callable[[str, nn.Module], Mapping[str, Shard]]
 Change = Callable[[Sequence[int], Sequence[nn.Module]], list[nn.Module]]  # indices of layers, and the layers
+
+
+class InitialValues(Protocol):
+    """Initial values of tensors that come from elsewhere than the model."""
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether it has the values of a tensor, by the name under which the tensor is drawn."""
+
+    def part(self, name: str, shard: Shard) -> Tensor:
+        """Return this actor's part of a tensor, on the CPU; all actors call it in the same order.
+
+        Args:
+            name: The name under which the tensor is drawn.
+            shard: Which part of the tensor it is.
+        """
 
 
 class Expert(NamedTuple):
@@ -149,6 +164,11 @@ class Model(ABC):
         made._origin = self, change
         return made
 
+    @property
+    def drawn(self) -> Model:
+        """The model whose tensors are drawn: the one that this model is a changed copy of, or this model."""
+        return self if self._origin is None else self._origin[0].drawn
+
     def units(self, layers: Sequence[int], size: int) -> Iterator[list[int]]:
         """Yield the layers of each unit of a stage: so many of the body together, every other one alone.
 
@@ -161,15 +181,47 @@ class Model(ABC):
         yield from (body[start : start + size] for start in range(0, len(body), size))
         yield from ([index] for index in layers if index >= self.body.stop)
 
-    def materialize(self, layers: Sequence[int], seed: int, parallelize: Parallelize = unsharded) -> list[nn.Module]:
+    def materialize(
+        self,
+        layers: Sequence[int],
+        seed: int,
+        parallelize: Parallelize = unsharded,
+        values: InitialValues | None = None,
+    ) -> list[nn.Module]:
         """Make some layers with their initial weights, also of a copy that ``changed`` returned; see ``make``."""
         if self._origin is None:
-            return self.make(layers, seed, parallelize)
+            return self.make(layers, seed, parallelize, values)
         model, change = self._origin
-        return change(layers, model.materialize(layers, seed, parallelize))
+        return change(layers, model.materialize(layers, seed, parallelize, values))
 
     @abstractmethod
-    def make(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
+    def draws(self, layers: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return which tensors of some layers begin with random values, in the order in which ``make`` makes them.
+
+        Args:
+            layers: Indices of the layers.
+
+        Returns:
+            Meta tensors by the name under which they are drawn, once each: that of the original of a tied weight.
+            Tensors that can only be drawn together are in one mapping.
+        """
+
+    @abstractmethod
+    def draw(self, tensors: Mapping[str, Tensor], seed: int) -> list[Tensor]:
+        """Draw the initial values of whole tensors, on the CPU.
+
+        Args:
+            tensors: Some of the mappings' meta tensors that ``draws`` returned, by name.
+            seed: The run's seed.
+
+        Returns:
+            The tensors in order, with the shapes, strides and dtypes of the meta tensors.
+        """
+
+    @abstractmethod
+    def make(
+        self, layers: Sequence[int], seed: int, parallelize: Parallelize, values: InitialValues | None = None
+    ) -> list[nn.Module]:
         """Make some layers with their initial weights, which have the same bits whichever other layers are made.
 
         Args:
@@ -178,6 +230,7 @@ class Model(ABC):
             parallelize: Called with the name of each layer, or of a container of layers, and the module, before it has
                 weights. It may replace modules, and returns this actor's part of each sharded parameter, by the name
                 inside the module.
+            values: The values of some tensors that ``draws`` names; all others are drawn here.
 
         Returns:
             The layers, on the CPU, in the order of ``layers``.

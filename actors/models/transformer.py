@@ -6,7 +6,7 @@ Shapes: B microbatch, S sequence, D hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.linear import Postponable, anywhere, is_watched, linear_of, products_of, undisturbed
 from raypar.actors.layers.linear_cross_entropy import Labels, LossSpec, Vocabulary, linear_cross_entropy
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added_positions, between
-from raypar.actors.models.base import IGNORED, Kind, Model, Parallelize, TensorPlan
+from raypar.actors.models.base import IGNORED, InitialValues, Kind, Model, Parallelize, TensorPlan
 from raypar.actors.models.init.deferred_init import Unfilled, on_meta
 from raypar.actors.models.mlp import MLP
 from raypar.actors.models.moe import MixtureOfExperts
@@ -33,7 +33,7 @@ from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.lora import LORA, is_adapter
 from raypar.actors.specs.model import GPT, Llama, Transformer, vocabulary_slice
-from raypar.actors.tensors import Values, bent
+from raypar.actors.tensors import Values, bent, host_like
 
 
 class Embedding(nn.Module, Incremental):
@@ -214,7 +214,24 @@ class TransformerModel(Model):
         kind = nn.RMSNorm if self.spec.has_rms_norms else nn.LayerNorm
         return kind(self.spec.hidden, eps=self.spec.norm_eps)
 
-    def make(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
+    def draws(self, layers: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return which tensors of some layers begin with random values; see ``Model.draws``."""
+        found = dict[str, Tensor]()
+        for index in layers:
+            for inner, parameter in self.skeleton[index].named_parameters():
+                name = f"{self.names[index]}.{inner}"
+                key = self.originals.get(name, name)
+                if self._start(key) is None:
+                    found.setdefault(key, parameter)
+        return [{name: parameter} for name, parameter in found.items()]
+
+    def draw(self, tensors: Mapping[str, Tensor], seed: int) -> list[Tensor]:
+        """Draw the initial values of whole tensors; see ``Model.draw``."""
+        return [self._drawn(name, host_like(tensor), seed) for name, tensor in tensors.items()]
+
+    def make(
+        self, layers: Sequence[int], seed: int, parallelize: Parallelize, values: InitialValues | None = None
+    ) -> list[nn.Module]:
         """Make some layers with their initial weights; see ``Model.make``.
 
         Each weight has its own generator, seeded by its logical name. A sharded weight is drawn whole and then sliced,
@@ -232,7 +249,11 @@ class TransformerModel(Model):
             for inner, parameter in module.named_parameters():
                 name = f"{self.names[index]}.{inner}"
                 shard = shards.get(inner, Shard(tuple(parameter.shape)))
-                self._init(self.originals.get(name, name), parameter, shard, seed)
+                key = self.originals.get(name, name)
+                if values is not None and key in values:
+                    parameter.data = values.part(key, shard)
+                else:
+                    self._init(key, parameter, shard, seed)
         return made
 
     def loss(self, output: Values, target: Values) -> Tensor:
@@ -299,19 +320,30 @@ class TransformerModel(Model):
     @torch.no_grad()
     def _init(self, name: str, parameter: Tensor, shard: Shard, seed: int) -> None:
         """Set the initial values of this actor's part of a parameter, in place."""
+        start = self._start(name)
+        if isinstance(start, FolderWeights):
+            start.fill(name, parameter, shard)
+        elif start is not None:
+            parameter.fill_(start)
+        elif shard.is_whole:
+            self._drawn(name, parameter, seed)
+        else:
+            parameter.copy_(shard.take(self._drawn(name, parameter.new_empty(shard.whole), seed)))
+
+    def _start(self, name: str) -> FolderWeights | float | None:
+        """Return the folder that has the initial values of a parameter, or its constant; None if they are random."""
         folder = self._adapters if is_adapter(name) else self._folder
         if folder is not None:
-            folder.fill(name, parameter, shard)
-        elif name.endswith((".bias", f"{LORA}.b.weight")):
-            parameter.zero_()
-        elif "norm" in name:
-            parameter.fill_(1.0)
-        else:
-            # the 2 x layers projections into the residual stream are scaled down by 1/sqrt of their number
-            branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", ".down.weight")) else 1
-            spread = shard.whole[-1] ** -0.5 if is_adapter(name) else 0.02 / math.sqrt(branches)
-            generator = torch.Generator().manual_seed(derive(seed, name))
-            whole = parameter if shard.is_whole else parameter.new_empty(shard.whole)
-            whole.normal_(0.0, spread, generator=generator)
-            if not shard.is_whole:
-                parameter.copy_(shard.take(whole))
+            return folder
+        if name.endswith((".bias", f"{LORA}.b.weight")):
+            return 0.0
+        return 1.0 if "norm" in name else None
+
+    @torch.no_grad()
+    def _drawn(self, name: str, whole: Tensor, seed: int) -> Tensor:
+        """Draw the initial values of a whole parameter, in place, and return it."""
+        # the 2 x layers projections into the residual stream are scaled down by 1/sqrt of their number
+        branches = 2 * self.spec.layers if name.endswith(("attn.out.weight", ".down.weight")) else 1
+        spread = whole.shape[-1] ** -0.5 if is_adapter(name) else 0.02 / math.sqrt(branches)
+        generator = torch.Generator().manual_seed(derive(seed, name))
+        return whole.normal_(0.0, spread, generator=generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ray import ray_groups
@@ -12,6 +13,7 @@ from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.parameter_server import Server
 from raypar.actors.worker.worker import Worker
 
+LAUNCH = "launch"  # the axis under which the ledger counts what is sent to build a member
 Member = Worker | Server
 
 
@@ -26,7 +28,10 @@ def member_of(plan: ActorPlan, groups: Mapping[str, Group], device: ComputeDevic
     Raises:
         UnequalReplicasError: A replica has built other weights from the same plan.
     """
-    return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, device)
+    with ExitStack() as counted:
+        for ledger in {group.ledger for group in groups.values()}:
+            counted.enter_context(ledger.counting_as(LAUNCH))
+        return (Server if plan.rank in plan.world.server_ranks else Worker)(plan, groups, device)
 
 
 def count_fault(job: str, fault: InjectedFault) -> bool:

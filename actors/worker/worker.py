@@ -70,7 +70,8 @@ class Worker:
         torch.set_num_threads(plan.run.num_threads)
         torch.set_grad_enabled(True)
         self.context = context = RankContext(plan, groups, device)
-        self.parts = assemble(context)
+        with context.reports("initial values"):
+            self.parts = assemble(context)
         part, self._flow = self.parts.part, self.parts.flow
         self.state = WorkerState(context, part, part.kept, self.parts.update, part.stages, self.parts.scaler)
         train = plan.programs["train"]

@@ -133,6 +133,17 @@ class Recording:
         for table, name, tensor in slots:
             table[name] = made[id(tensor)]
 
+    def draws(self, tensors: Sequence[Tensor]) -> list[frozenset[int]]:
+        """Return which random ops the values of meta tensors depend on, by the ops' indices; none for a real tensor."""
+        of = dict[int, frozenset[int]]()
+        for ordinal, call in enumerate(self._calls):
+            found = [of[key] for key in call.reads | call.writes if key in of]
+            if call.draws:
+                found.append(frozenset((ordinal,)))
+            if found:
+                of |= dict.fromkeys(call.writes, frozenset().union(*found))
+        return [of.get(storage_id(tensor), frozenset()) if tensor.is_meta else frozenset() for tensor in tensors]
+
     def values(self, tensors: Iterable[Tensor], seed: int) -> list[Tensor]:
         """Compute the real tensors for meta tensors, on the CPU.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
 from numbers import Real
@@ -14,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from raypar.actors.autograd.torch_private import num_writes
+from raypar.actors.autograd.torch_private import num_writes, storage_id
 from raypar.actors.errors import blame
 from raypar.actors.hugging_face.weights import FolderWeights
-from raypar.actors.models.base import Model, Parallelize, unsharded
+from raypar.actors.models.base import InitialValues, Model, Parallelize, unsharded
 from raypar.actors.models.init.deferred_init import (
     Recording,
     as_kind_of,
@@ -33,7 +34,7 @@ from raypar.actors.models.own.user_plan import tensor_plan_of
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
-from raypar.actors.tensors import Values, unwrap
+from raypar.actors.tensors import Values, is_dense, unwrap
 
 log = logging.getLogger(__name__)
 
@@ -71,20 +72,66 @@ class LayersModel(Model):
         self.others_halve = layers.halves
         self.skips = tuple((source, target) for source, target in layers.skips)
         super().__init__(modules)
+        # by layer, the tensors by name, because ``make`` replaces those of the skeleton
+        named = [named_slots(name, layer) for name, layer in zip(self.names, modules, strict=True)]
+        self._tensors = [{name: tensor for *_, name, tensor in slots} for slots in named]
+        self._first_names = dict[Tensor, str]()
+        for tensors in self._tensors:
+            for name, tensor in tensors.items():
+                self._first_names.setdefault(tensor, name)
 
-    def make(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
+    def draws(self, layers: Sequence[int]) -> list[dict[str, Tensor]]:
+        """Return which tensors of some layers begin with random values; see ``Model.draws``.
+
+        Tensors that share their memory with another one, have gaps, or are not floating-point are missing: they are
+        made with the others of their layer.
+        """
+        found = dict[int, dict[str, Tensor]]()  # by random op, the tensors that depend on it
+        for tensor in dict.fromkeys(tensor for index in layers for tensor in self._tensors[index].values()):
+            ops = self._random.get(tensor, frozenset())
+            joined = {name: one for op in sorted(ops) for name, one in found.get(op, {}).items()}
+            joined[self._first_names[tensor]] = tensor
+            ops = (
+                ops.union(op for op, tensors in found.items() if not joined.keys().isdisjoint(tensors)) if ops else ops
+            )
+            found |= dict.fromkeys(ops, joined)
+        return list({id(tensors): tensors for tensors in found.values()}.values())
+
+    def draw(self, tensors: Mapping[str, Tensor], seed: int) -> list[Tensor]:
+        """Draw the initial values of whole tensors; see ``Model.draw``."""
+        assert self._recording is not None
+        return self._recording.values(tensors.values(), seed)
+
+    def make(
+        self, layers: Sequence[int], seed: int, parallelize: Parallelize, values: InitialValues | None = None
+    ) -> list[nn.Module]:
         """Make some layers with their initial weights; see ``Model.make``."""
         if parallelize is not unsharded:
-            return self._materialize_shards(layers, seed, parallelize)
+            return self._materialize_shards(layers, seed, parallelize, values)
         own = [self.skeleton[index] for index in layers]
         if self._folder is not None:
             self._read(own, layers)
+        if values is not None:
+            self._take(own, layers, values)
         if self._recording is not None:
             self._recording.materialize(own, seed)
             demand_real(own)
         return own
 
-    def _materialize_shards(self, layers: Sequence[int], seed: int, parallelize: Parallelize) -> list[nn.Module]:
+    def _take(self, own: Sequence[nn.Module], layers: Sequence[int], values: InitialValues) -> None:
+        """Take the values of some layers' whole tensors from elsewhere."""
+        made: dict[Tensor, Tensor] = {}
+        for index, module in zip(layers, own, strict=True):
+            for table, inner, _, tensor in named_slots(self.names[index], module):
+                name = self._first_names.get(tensor)  # none for a tensor that is made
+                if name is not None and name in values:
+                    if tensor not in made:
+                        made[tensor] = as_kind_of(tensor, values.part(name, Shard(tuple(tensor.shape))))
+                    table[inner] = made[tensor]
+
+    def _materialize_shards(
+        self, layers: Sequence[int], seed: int, parallelize: Parallelize, given: InitialValues | None
+    ) -> list[nn.Module]:
         """Make sharded copies of some layers, with this actor's part of each weight.
 
         Modules of the copies are replaced on the meta device first. Then whole weights are made for one layer at a time
@@ -105,7 +152,11 @@ class LayersModel(Model):
             for key, tensor in read.items():
                 part = self._part(names[key], tensor, shards.get(key, Shard(tuple(tensor.shape))))
                 made[key] = as_kind_of(tensor, part)
-            new = {key: tensor for key, tensor in new.items() if key not in read}
+            for key, tensor in new.items():
+                if given is not None and (name := self._first_names[tensor]) in given:
+                    shard = shards.get(key, Shard(tuple(tensor.shape)))
+                    made[key] = as_kind_of(tensor, given.part(name, shard))
+            new = {key: tensor for key, tensor in new.items() if key not in made}
             values = new.values() if self._recording is None else self._recording.values(new.values(), seed)
             for (key, tensor), value in zip(new.items(), values, strict=True):
                 part = value if key not in shards else shards[key].take(value).clone()
@@ -115,6 +166,20 @@ class LayersModel(Model):
         self._sharded |= {int(name.partition(".")[0]) for name in named}
         demand_real(list(own.values()), [tensor for tensor in whole.values() if made.get(id(tensor)) is not tensor])
         return [own[str(index)] for index in layers]
+
+    @cached_property
+    def _random(self) -> dict[Tensor, frozenset[int]]:
+        """The random ops that tensors depend on, for those that have some and are alone and dense in their memory."""
+        if self._recording is None:
+            return {}
+        uses = Counter(map(storage_id, self._first_names))
+        alone = [
+            tensor
+            for tensor in self._first_names
+            if tensor.is_meta and tensor.is_floating_point() and is_dense(tensor)
+            if uses[storage_id(tensor)] == 1 and not (self._folder is not None and _is_weight(tensor))
+        ]
+        return {one: ops for one, ops in zip(alone, self._recording.draws(alone), strict=True) if ops}
 
     @cached_property
     def _folder(self) -> FolderWeights | None:

@@ -24,6 +24,7 @@ from raypar.actors.models.tied_weights import tie_parameters
 from raypar.actors.optim.masters import Masters, masters_of
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.model import Layers
+from raypar.actors.worker.build.initial_values import SharedDraws, shared_draws
 from raypar.actors.worker.build.plan import ActorPlan
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class LayerMaker:
     modules: dict[int, nn.Module] = field(default_factory=dict)
     weights: dict[int, StageWeights] = field(default_factory=dict)
     _sharder: Sharder | None = None
+    _draws: SharedDraws | None = None
 
     def make(self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]) -> None:
         """Create the layers of stages.
@@ -64,6 +66,8 @@ class LayerMaker:
             owners: The owner of each parameter, which updates it.
             same: For each copy of a tied weight that needs no memory, the parameter whose memory it shares.
         """
+        every = [index for part in parts.values() for index in part]
+        self._draws = shared_draws(self.plan, self.model, every, self.groups, self.cuts, same)
         if self.plan.world.unshards:
             run = self.plan.run
             self._sharder = Sharder(
@@ -73,6 +77,7 @@ class LayerMaker:
                 same=same,
                 owners=owners,
                 cuts=self.cuts,
+                spans=self._draws.spans,
                 groups=self.groups,
                 shard_storage=self.storage if run.offload == "parameters" else DeviceStorage(self.device.device),
                 master_storage=self.storage,
@@ -82,7 +87,7 @@ class LayerMaker:
             )
             self.weights = {number: self._sharder.shard(part) for number, part in parts.items()}
         else:
-            self._some([index for part in parts.values() for index in part])
+            self._some(every)
         tie_parameters(self.model, self.modules, same)
 
     def parts(self, parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Shard]:
@@ -122,7 +127,8 @@ class LayerMaker:
 
     def _some(self, indices: Sequence[int]) -> None:
         is_expert, seed = self.plan.world.is_expert(self.plan.rank), self.plan.run.seed
-        layers = self.model.materialize(indices, seed, self._stripped if is_expert else self.parallelize)
+        parallelize = self._stripped if is_expert else self.parallelize
+        layers = self.model.materialize(indices, seed, parallelize, self._draws)
         if is_expert:
             layers = [ExpertsWithoutTokens(layer) for layer in layers]
         self.device.settle(layers)

@@ -26,6 +26,7 @@ class ActorPlan:
         device: Kind of device on which all actors of the run compute.
         faults: Faults of this actor that are injected on purpose.
         layout: Number of the run's layout, which changes when the run goes on with other ranks.
+        is_loaded: Whether all trained weights are replaced before the first step, from a checkpoint, say.
     """
 
     run: Run
@@ -36,6 +37,7 @@ class ActorPlan:
     device: DeviceKind
     faults: tuple[InjectedFault, ...] = ()
     layout: int = 0
+    is_loaded: bool = False
 
     @property
     def name(self) -> str:

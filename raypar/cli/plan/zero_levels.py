@@ -10,11 +10,12 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
+from raypar.planner.assumed_rates import rates_of
 from raypar.planner.memory.all_actors import actors_memory
 from raypar.planner.prediction import IN_SLOTS, before_run
 from raypar.planner.resource_needs import Rows, actors_text, kinds_of
 from raypar.planner.sizes.sized_run import SizedRun
-from raypar.planner.traffic import step_traffic
+from raypar.planner.traffic import initial_seconds, step_traffic
 from raypar.reporting.tables.expert_table import expert_table
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines_in_width
@@ -82,6 +83,7 @@ def _column(run: Run) -> Rows:
         figures = kinds_of(memory) | {"peak": size(memory.peak)}
         rows += [(f"{actor} {kind}".strip(), figure) for kind, figure in figures.items()]
     seconds = {"gathers": prediction.most(Op.UNSHARD), "reductions": prediction.most(Op.REDUCE_GRAD)}
+    seconds["initial values"] = initial_seconds(sized, rates_of(run).bytes)
     seconds["step"] = prediction.step if prediction.source != IN_SLOTS else 0.0
     rows += [(f"{name}, predicted", milliseconds(one)) for name, one in seconds.items() if one]
     for (axis, op), sent in step_traffic(sized).items():

@@ -306,7 +306,10 @@ class Inspection:
         return memory_table(replace(self._run, device=self.device), self._loop.loaded.schedule, self._skeleton, held)
 
     def ledger(self) -> dict[str, dict[tuple[str, str], LedgerEntry]]:
-        """Return the communication totals since the launch: by actor, then by (axis, op), calls, bytes and seconds."""
+        """Return the communication totals: by actor, then by (axis, op), calls, bytes and seconds.
+
+        What the launch itself sent, as initial values, is under the axis "launch".
+        """
         return ledger_of(self._world, self._probed(range(self._world.size), "reading the ledger", "ledger"))
 
     def timeline(self, dp: int = 0) -> Timeline:

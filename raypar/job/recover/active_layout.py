@@ -188,9 +188,13 @@ class ActiveLayout:
         loaded, others = self.loaded, self.others
         found = found or self._newest()
         saved = 0 if found is None else found.manifest.step
-        holds = self.join(None, again=True)
+        is_there = found is not None or bool(self.snapshots.source)
+        holds = self.join(None, again=True, restores=is_there)
         steps = self.snapshots.share(loaded, others)
         common = self.snapshots.common(steps, taken)
+        if is_there and common is None and found is None:  # the snapshots are lost: the run begins with its first step
+            loaded.calls.all("leave", True, what="leaving groups")
+            holds = self.join(None, again=True)
         from_memory = common is not None and common >= saved
         if common is not None and from_memory:
             self.snapshots.restore(loaded, others, steps, common, self.processes)
@@ -206,19 +210,28 @@ class ActiveLayout:
             self.commit(holds)
         return back_to, "memory" if from_memory else "" if found is None else found.path.name
 
-    def join(self, found: VerifiedCheckpoint | None, *, again: bool = False, has_begun: bool = False) -> Holds:
+    def join(
+        self,
+        found: VerifiedCheckpoint | None,
+        *,
+        again: bool = False,
+        has_begun: bool = False,
+        restores: bool = False,
+    ) -> Holds:
         """Make the actors join new groups and build the run, and load a checkpoint if there is one.
 
         Args:
             found: The checkpoint.
             again: Whether the actors have built the run before.
             has_begun: Whether the initial weights of the run are not needed, as they are replaced.
+            restores: Whether the trained ones of them are not needed.
         """
         self._generation += 1
         self.snapshots.are_kept_for_stop = False
         loaded, named = self.loaded, (self.job, self._generation, self.device)
-        run = begun(loaded.run) if has_begun or self._found is not None else loaded.run
-        plans = plans_of(run, self.layout.programs, *named, self.faults, self._number)
+        is_begun = has_begun or self._found is not None
+        run, is_loaded = begun(loaded.run) if is_begun else loaded.run, is_begun or restores
+        plans = plans_of(run, self.layout.programs, *named, self.faults, self._number, is_loaded=is_loaded)
         holds = loaded.start(plans, found, again=again)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")
         unknown, ranks = ProcessIdentity(), range(loaded.world.size)

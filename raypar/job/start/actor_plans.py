@@ -23,6 +23,8 @@ def plans_of(
     device: DeviceKind = "cpu",
     faults: Sequence[InjectedFault] = (),
     layout: int = 0,
+    *,
+    is_loaded: bool = False,
 ) -> list[ActorPlan]:
     """Create the plan of every rank.
 
@@ -34,6 +36,7 @@ def plans_of(
         device: Device that all actors compute on.
         faults: Faults that are injected on purpose.
         layout: Number of the run's layout; see ``ActorPlan``.
+        is_loaded: Whether all trained weights are replaced before the first step.
 
     Returns:
         The plans by rank.
@@ -55,6 +58,7 @@ def plans_of(
             device=device,
             faults=tuple(fault for fault in faults if fault.actor == world.label(rank)),
             layout=layout,
+            is_loaded=is_loaded,
         )
         for rank in range(world.size)
     ]

@@ -131,11 +131,12 @@ def test_own_experts_may_be_frozen(changes, monkeypatch):
 
 
 def test_frozen_experts_that_replicas_begin_with_otherwise_are_named():
-    made = itertools.count()
+    made = itertools.count(1.0)
 
     def layers():
         mixture = Mixture()
-        mixture.experts[3][0].bias.requires_grad_(False).fill_(next(made))
+        linear = mixture.experts[3][0]
+        linear.bias = nn.Parameter(torch.full(linear.bias.shape, next(made)), requires_grad=False)
         return [mixture]
 
     model = Layers(layers, mse, plan={"layers.*.experts": "expert"})

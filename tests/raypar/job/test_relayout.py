@@ -156,11 +156,11 @@ class TestOnActors:
         with rp.launch(replace(RUN, max_failures=2)) as job:
             job.train(2)
 
-            def kill(*args):
+            def kill(*args, **named):
                 if not killed:
                     killed.append(ray.get(job._lifetime.actors.handles[1].located.remote()).process.pid)
                     os.kill(killed[0], signal.SIGKILL)
-                return real(*args)
+                return real(*args, **named)
 
             monkeypatch.setattr(place, kill)
             with pytest.raises(

@@ -35,13 +35,13 @@ def test_a_world_that_the_cluster_has_no_room_for(cluster, changes, says):
 
 
 class Trouble(nn.Module):
-    """A linear layer that sleeps before each forward, and may draw its weights elsewhere."""
+    """A linear layer that sleeps before each forward, and may begin with weights that are constants."""
 
     def __init__(self, sleep=0.0, value=None):
         super().__init__()
         self.inner, self.sleep = nn.Linear(4, 4), sleep
         if value is not None:
-            self.inner.weight.data.fill_(value)
+            self.inner.weight = nn.Parameter(torch.full((4, 4), value))  # is not drawn, and so not sent
 
     def forward(self, x):
         time.sleep(self.sleep)
