@@ -64,6 +64,11 @@ class Skeleton:
         copies = self.originals.keys()
         return {name: p for name, p in self._parameters.items() if name not in copies and not is_adapter(name)}
 
+    @property
+    def has_frozen(self) -> bool:
+        """Whether some parameters are not trained."""
+        return not all(parameter.requires_grad for parameter in self._parameters.values())
+
     @cached_property
     def buffers(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of all buffers that a checkpoint saves, by logical name."""

@@ -230,7 +230,7 @@ class ActiveLayout:
         self.snapshots.are_kept_for_stop = False
         loaded, named = self.loaded, (self.job, self._generation, self.device)
         is_begun = has_begun or self._found is not None
-        run, is_loaded = begun(loaded.run) if is_begun else loaded.run, is_begun or restores
+        run, is_loaded = begun(loaded.run, loaded.skeleton) if is_begun else loaded.run, is_begun or restores
         plans = plans_of(run, self.layout.programs, *named, self.faults, self._number, is_loaded=is_loaded)
         holds = loaded.start(plans, found, again=again)
         located = loaded.calls.answers(range(loaded.world.size), "located", seconds=HEARD, group="ctl")

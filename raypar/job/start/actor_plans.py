@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.injected_fault import InjectedFault
-from raypar.actors.specs.model import Transformer
+from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.specs.worlds import world_of
@@ -64,14 +65,19 @@ def plans_of(
     ]
 
 
-def begun(run: Run) -> Run:
+def begun(run: Run, skeleton: Skeleton) -> Run:
     """Return a run that goes on from a checkpoint: it needs no folder with the weights that it began with.
 
-    With adapters it needs the model's, because a checkpoint has only what learns.
+    With adapters it needs the model's, and own layers with frozen weights need theirs, because a checkpoint has only
+    what learns.
+
+    Args:
+        run: The run.
+        skeleton: The skeleton of its model.
     """
     if isinstance(run.model, Transformer) and run.model.lora is not None:
         return replace(run, model=replace(run.model, lora=replace(run.model.lora, hf=None)))
-    if run.model.hf is None:
+    if run.model.hf is None or (isinstance(run.model, Layers) and skeleton.has_frozen):
         return run
     return replace(run, model=replace(run.model, hf=None))
 

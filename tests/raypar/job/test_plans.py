@@ -5,12 +5,16 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
+import pytest
+from torch import nn
+
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Text
-from raypar.actors.specs.model import GPT
+from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.run import Run
 from raypar.config.run import check_run
-from raypar.job.start.actor_plans import plans_of
+from raypar.job.start.actor_plans import begun, plans_of
 from raypar.schedules import build
 
 RANKS = 64
@@ -38,3 +42,11 @@ def test_a_plan_has_the_run_itself_with_absolute_paths(tmp_path, monkeypatch):
     for rank, plan in enumerate(plans_for(run)):
         assert plan.run == replace(run, data=Text(str(tmp_path / "words.txt")))
         assert (plan.rank, plan.device) == (rank, "cpu")
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_run_that_goes_on_reads_a_folder_again_only_for_what_a_checkpoint_has_not(trained):
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(trained)]
+    model = Layers(lambda: layers, nn.functional.mse_loss, hf="/folder")
+    found = begun(Run(model=model), Skeleton(model, 0))
+    assert found.model.hf == (None if trained else "/folder")
