@@ -91,18 +91,23 @@ def test_without_room_elsewhere_the_run_waits_for_nodes_and_ends_with_that_reaso
     undisturbed, kept_actors, monkeypatch, tmp_path
 ):
     """There is room as soon as it says that it waits for it, in step 2; in step 4 there is none; step 3 is saved."""
-    told, chaos = [], [rp.chaos.kill("pp=1", at="STEP", step=step) for step in (2, 4)]
+    waits, chaos = [], [rp.chaos.kill("pp=1", at="STEP", step=step) for step in (2, 4)]
     run = replace(RUN, folder=str(tmp_path / "run"))
     with rp.launch(run, chaos=chaos, wait_for_nodes=60.0) as job:
         with without_room() as cluster:
-            tell = lambda text, *values: (told.append(text % values), cluster.make_room())  # noqa: E731
-            monkeypatch.setattr("raypar.job.recover.restarts.log.warning", tell)
+
+            def warned(text, *values):
+                if "waits" in text:
+                    waits.append(text % values)
+                    cluster.make_room()
+
+            monkeypatch.setattr("raypar.job.recover.restarts.log.warning", warned)
             job.train(2)
         job._lifetime.actors.wait_for_nodes = 0.5
         why = r"no node has room for another actor .* place of pp=1"
         with without_room(), pytest.raises(rp.JobError, match=why) as caught:
             job.train()
-    assert [text.partition(": ")[2] for text in told] == ["the run waits up to 60 s in all for room for pp=1"]
+    assert [text.partition(": ")[2] for text in waits] == ["the run waits up to 60 s in all for room for pp=1"]
     assert [failure.replaced for failure in job.failures] == [("pp=1",)]
     notes = "\n".join(caught.value.__notes__)
     assert "It was lost so: actor pp=1 died during step 4." in notes
