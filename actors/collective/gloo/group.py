@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -150,13 +150,27 @@ class GlooGroup(Group):
         return self._in_slices(cut, flat.element_size(), begin)
 
     def _all_gather_cut(self, flat: Tensor, part: Tensor | None, cut: FlatCut) -> Finish:
+        return self._gather_cut(flat, part, cut, self._others(), self._others())
+
+    def _gather_cut(
+        self, flat: Tensor, part: Tensor | None, cut: FlatCut, to: Sequence[int], of: Sequence[int]
+    ) -> Finish:
+        """Send this rank's part to some members and fill a flat tensor with the parts of some.
+
+        Args:
+            flat: The result; see ``Group.all_gather_cut``.
+            part: This rank's packed part, or None.
+            cut: Whose spans are where.
+            to: The ranks that get this rank's part.
+            of: The ranks whose parts come.
+        """
         if part is not None:
             cut.put(flat, self.rank, part)
 
         def begin(start: int, stop: int, tag: int) -> Finish:
             own = cut.part(flat, self.rank, start, stop) if part is None else part[start:stop]
-            give = {peer: own for peer in self._others() if own.numel()}
-            take = {peer: cut.part(flat, peer, start, stop) for peer in self._others() if cut.counts[peer] > start}
+            give = {peer: own for peer in to if own.numel()}
+            take = {peer: cut.part(flat, peer, start, stop) for peer in of if cut.counts[peer] > start}
             arrived = self._swap(give, take, tag)
 
             def finish(timeout: float) -> None:

@@ -1,11 +1,15 @@
-"""The CPU group of members on several nodes, some of which share a node: large sums cross the network once a node.
+"""The CPU group of members on several nodes, some of which share a node: large tensors cross the network once a node.
 
 An all_reduce of a large tensor goes piece by piece through three steps: the members of a node reduce to the first of
 them through shared memory; these leaders reduce over Gloo; and each passes the result on to its node. The network works
 on one piece while shared memory works on the next.
 
 Order of additions: inside a node by rank, then the nodes' sums in the order of Gloo's ring of leaders. It depends on
-which members share a node, and on nothing else. Smaller tensors and all other ops are Gloo's among all members.
+which members share a node, and on nothing else.
+
+An all_gather_cut of a large tensor takes each part to one member of every other node, and these fill the tensors of
+the others there through shared memory. A reduce_scatter_cut adds in rank order whatever the nodes are, so all members
+exchange their parts. Smaller tensors and all other ops are Gloo's among all members.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
+from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.gloo.group import NEVER, GlooGroup
 from raypar.actors.collective.group import Finish, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
@@ -53,7 +58,9 @@ class HierarchicalGroup(GlooGroup):
         super().__init__(member, PrefixStore("flat", store), device)
         self._num_nodes = len(nodes)
         own = next(index for index, ranks in enumerate(nodes) if member.rank in ranks)
-        among = nodes[own]
+        self._nodes, self._among = nodes, nodes[own]
+        self._node_cuts = dict[FlatCut, FlatCut]()
+        among = self._among
         if len(among) > 1:
             on_node = replace(member, rank=among.index(member.rank), size=len(among), ledger=None)
             self._node = ShmGroup(on_node, partial(connect_node, among))
@@ -84,6 +91,39 @@ class HierarchicalGroup(GlooGroup):
             return super()._all_reduce(tensor, op)
         pieces = tensor.view(-1).split(_PIECE // tensor.element_size())
         return self._on_thread(lambda: self._reduce_pieces(pieces, op))
+
+    def _all_gather_cut(self, flat: Tensor, part: Tensor | None, cut: FlatCut) -> Finish:
+        if not self._is_large(flat):
+            return super()._all_gather_cut(flat, part, cut)
+        index = self._among.index(self.rank)
+        elsewhere = [ranks for ranks in self._nodes if self.rank not in ranks]
+        to = [ranks[index % len(ranks)] for ranks in elsewhere]
+        across = self._gather_cut(
+            flat, part, cut, to, [rank for ranks in elsewhere for rank in self._taken(ranks, index)]
+        )
+
+        def share() -> None:
+            across(NEVER)
+            if self._node is not None:
+                self._node._all_gather_cut(flat, None, self._node_cut(cut))(NEVER)
+
+        return self._on_thread(share)
+
+    def _taken(self, ranks: Sequence[int], index: int) -> Sequence[int]:
+        """Return the ranks of another node whose parts a member of this node takes, given its index here."""
+        return ranks[index :: len(self._among)]
+
+    def _node_cut(self, cut: FlatCut) -> FlatCut:
+        """Return what each member of this node has of a tensor once its part has come, and those that it takes."""
+        if cut not in self._node_cuts:
+            elsewhere = [ranks for ranks in self._nodes if self.rank not in ranks]
+            have = [
+                [rank, *(other for ranks in elsewhere for other in self._taken(ranks, index))]
+                for index, rank in enumerate(self._among)
+            ]
+            spans = (tuple(sorted(span for rank in ranks for span in cut.spans[rank])) for ranks in have)
+            self._node_cuts[cut] = FlatCut(tuple(spans))
+        return self._node_cuts[cut]
 
     def _reduce_pieces(self, pieces: Sequence[Tensor], op: ReduceOp) -> None:
         """Take all pieces through the steps, each of which is started for a piece when the one before is complete."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import Counter
 from contextlib import closing
 
 import pytest
@@ -13,8 +14,9 @@ import torch.distributed as dist
 
 from raypar.actors.collective import connect, rendezvous
 from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.gloo import hierarchical
-from raypar.actors.collective.gloo.group import GlooGroup, create_device
+from raypar.actors.collective.gloo.group import _SMALL_TAG, GlooGroup, create_device
 from raypar.actors.collective.gloo.hierarchical import LARGE, HierarchicalGroup
 from raypar.actors.collective.group import GroupMember
 from raypar.actors.collective.rendezvous import introduce
@@ -125,6 +127,45 @@ def test_the_other_ops_are_those_of_the_flat_group():
         assert parts == 0 + 2 + 6 + 12
         assert got == own
         assert passed == [10.0 * ((rank - 1) % 4), 10.0 * ((rank - 1) % 4) + 1]
+
+
+CUT = FlatCut((((5, 50_000), (90_000, 90_004)), ((50_000, 90_000),), (), ((100_000, 100_001), (100_002, 140_000))))
+
+
+@pytest.mark.parametrize("nodes", NODES, ids=str)
+@pytest.mark.parametrize("slice_bytes", [1 << 16, 8 << 20])
+def test_parts_of_a_cut_cross_the_network_once_a_node(nodes, slice_bytes, monkeypatch):
+    groups, sent, real = groups_on(nodes), Counter(), GlooGroup._swap
+    node_of = {rank: number for number, ranks in enumerate(nodes) for rank in ranks}
+    monkeypatch.setattr("raypar.actors.collective.gloo.group._SLICE", slice_bytes)
+
+    def counted(group, give, take, tag):
+        if tag != _SMALL_TAG:
+            sent.update({(group.rank, node_of[peer]): part.numel() for peer, part in give.items()})
+        return real(group, give, take, tag)
+
+    monkeypatch.setattr(GlooGroup, "_swap", counted)
+    flats = [torch.full((140_001,), -1.0) for _ in range(4)]
+    parts = [drawn(rank, count) for rank, count in enumerate(CUT.counts)]
+    for rank in (0, 2):
+        CUT.put(flats[rank], rank, parts[rank])
+    wanted = torch.full((140_001,), -1.0)
+    CUT.unpack(torch.cat(parts), wanted)
+
+    def member(rank):
+        total, later = torch.ones(LARGE // 4), drawn(rank, 8)
+        gathered = groups[rank].all_gather_cut(flats[rank], None if rank in (0, 2) else parts[rank], CUT)
+        summed = groups[rank].all_reduce(total)
+        groups[rank].all_reduce(later).wait()
+        summed.wait()
+        gathered.wait()
+        return total.unique().tolist()
+
+    assert together(4, member) == [[4.0]] * 4
+    assert all(torch.equal(flat, wanted) for flat in flats)
+    assert sent == {
+        (rank, node): CUT.counts[rank] for rank in (0, 1, 3) for node in range(len(nodes)) if node != node_of[rank]
+    }
 
 
 def test_the_ledger_counts_what_each_member_sends():
