@@ -321,7 +321,7 @@ def closing_rows(
         *([("reduction hidden", f"{statistics.median(hidden):.0%} under compute (median)")] if hidden else []),
         ("activations in flight", f"{_each(held)} measured, {_each(prediction.timeline.in_flight)} predicted"),
         ("peak memory", "; ".join(f"{peak.name.removeprefix('peak memory, ')} {peak}" for peak in peaks)),
-        ("wall time", f"{wall_seconds:.1f} s, of which launch {launch_seconds:.1f} s"),
+        ("wall time", f"{wall_seconds:.1f} s from the launch on, of which launch {launch_seconds:.1f} s"),
         *((name, PathFigure(path)) for name, path in files.items() if path is not None),
     ]
 

@@ -48,8 +48,8 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
         JobError: The run failed.
         NonFiniteError: The gradients became infinite or NaN.
     """
+    shown = settings_of(Llama(lora=Lora(), hf="FOLDER"), Examples("EXAMPLES", tokenizer="FOLDER"), adapters=True)
     if HELP & {*words}:
-        shown = settings_of(Llama(lora=Lora(), hf="FOLDER"), Examples("EXAMPLES", tokenizer="FOLDER"), adapters=True)
         parse(TrainArgs, words, "sft", _HELP, "sft", known={"sft": shown}, wording=WORDING)  # raises HelpAsked
     left = list(words)
     if any(word.partition("=")[0] == "--resume" for word in left):
@@ -59,15 +59,18 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
     path, faults = named_examples(named, _USAGE)
     if folder is None:
         faults.append(f"--model is missing, the folder of a model of Hugging Face: {_USAGE}")
-    if faults or folder is None:
-        raise ConfigError(faults)
     left = left[len(named) :]
+    of_flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": shown}).wrong
+    wrong = [one.text for one in of_flags if not one.path.startswith("model.")]  # those depend on the folder
+    if faults or folder is None:
+        raise ConfigError([*faults, *wrong])
     full = [word.lower() for word in left]
     adapters = "--model.lora=none" not in full and ("--model.lora", "none") not in pairwise(full)
     try:
         start = finetuning(path, folder, adapters=adapters)
     except ConfigError as error:
-        raise ConfigError([*(f"data.{fault}" for fault in missing_files(Examples(path))), *error.faults]) from error
+        missing = (f"data.{fault}" for fault in missing_files(Examples(path)))
+        raise ConfigError([*missing, *error.faults, *wrong]) from error
     flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
     if flags.wrong:
         return train(left, terminal, start)  # which raises them, with all else that is wrong

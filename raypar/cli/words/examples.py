@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
+_WEIGHTED = "talks.jsonl 0.7 facts.jsonl 0.3"
+
 
 def named_examples(words: Sequence[str], usage: str) -> tuple[str | dict[str, float], list[str]]:
     """Return the examples that words name, and what is wrong with the words.
@@ -22,7 +24,9 @@ def named_examples(words: Sequence[str], usage: str) -> tuple[str | dict[str, fl
     pairs = [*zip_longest(words[::2], words[1::2], fillvalue="")]
     paths = [path for path, _ in pairs]
     faults = [
-        f"{path!r} has the weight {weight!r}, and it must be a number above 0, as in talks.jsonl 0.7 facts.jsonl 0.3"
+        f"{path!r} is no file of examples: give these alone, or each followed by its weight, as in {_WEIGHTED}"
+        if Path(weight).is_file() and not Path(path).exists()
+        else f"{path!r} has the weight {weight!r}, and it must be a number above 0, as in {_WEIGHTED}"
         for path, weight in pairs
         if not _is_weight(weight)
     ]

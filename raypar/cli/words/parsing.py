@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import tyro
 
+from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Layers, Llama, RopeScaling, Transformer
 from raypar.actors.specs.moe import MoE
@@ -113,7 +114,7 @@ def parse(
     def parsed(base: str) -> Parsed[A]:
         """Parse the words with this base."""
         default, wrong = (others[base], []) if base in others else _base(base, table or {}, defaults)
-        default = _with_whole_parts(default, words, wrong)
+        default = _with_whole_parts(default, words, wrong, goes_on=base in others)
         model, left = read_tables(default.model, words)
         default = replace(default, model=model)
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
@@ -153,9 +154,9 @@ def _what_flags_change(base: str | None) -> str:
     return f"Flags change the recipe or the file; defaults below are those of {base}."
 
 
-def _with_whole_parts(default: Run, words: Sequence[str], wrong: list[FieldFault]) -> Run:
+def _with_whole_parts(default: Run, words: Sequence[str], wrong: list[FieldFault], *, goes_on: bool) -> Run:
     """Return a run with the kinds, the depth and the layout that words name; add what is wrong with them to faults."""
-    for changed in (_of_kinds, _of_depth):
+    for changed in (_with_folder_elsewhere if goes_on else _of_folder, _of_kinds, _of_depth):
         default, unfit = changed(default, words)
         wrong += unfit
     for one in values_of("--layout", words):
@@ -164,13 +165,39 @@ def _with_whole_parts(default: Run, words: Sequence[str], wrong: list[FieldFault
     return default
 
 
-def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]]:
-    """Return a run with the model of the folder, and the kinds of model and optimizer, that words name; and faults."""
+def _of_folder(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]]:
+    """Return a run with the model of the folder that words name; and faults."""
     wrong = list[FieldFault]()
-    for one in values_of("--model.hf", words):
-        if one and one != "none" and not one.startswith("--"):
-            with collected("model.hf", wrong):
-                default = replace(default, model=HF(one, **_given(words)))
+    for one in _folders(words):
+        with collected("model.hf", wrong):
+            default = replace(default, model=HF(one, **_given(words)))
+    return default, wrong
+
+
+def _with_folder_elsewhere(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]]:
+    """Return a run whose model's folder, and the tokenizer in it, are where words name it now; and faults.
+
+    All else of the model stays, as its adapters and its sequence length do.
+    """
+    wrong = list[FieldFault]()
+    for one in _folders(words):
+        model, data = default.model, default.data
+        with collected("model.hf", wrong):
+            HF(one, **_given(words))  # raises what is wrong with the folder
+            if isinstance(data, Examples) and model.hf is not None and data.tokenizer == model.hf:
+                default = replace(default, data=replace(data, tokenizer=one))
+            default = replace(default, model=replace(model, hf=one))
+    return default, wrong
+
+
+def _folders(words: Sequence[str]) -> Iterator[str]:
+    """Yield the folders that ``--model.hf`` names."""
+    return (one for one in values_of("--model.hf", words) if one and one != "none" and not one.startswith("--"))
+
+
+def _of_kinds(default: Run, words: Sequence[str]) -> tuple[Run, list[FieldFault]]:
+    """Return a run with the kinds of model, data and optimizer that words name; and faults."""
+    wrong = list[FieldFault]()
     for part in ("model", "data", "optim"):
         for one in values_of(f"--{part}.kind", words):
             with collected(f"{part}.kind", wrong):

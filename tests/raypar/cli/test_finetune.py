@@ -52,6 +52,11 @@ def test_a_model_learns_from_examples_and_goes_home(said, kept_actors, folder, t
     assert {"config.json", "tokenizer.json", "tokenizer_config.json"} <= files
     code, out, err = said("train", "--resume", "run", "--steps", "3")
     assert code == 0, err
+    (tmp_path / "model").rename(tmp_path / "moved")
+    code, out, err = said("train", "--resume", "run", "--steps", "4", "--dry-run")
+    assert code == 2 and "model.hf '" in err
+    code, out, err = said("train", "--resume", "run", "--steps", "4", "--model.hf", "moved", "--dry-run")
+    assert code == 0, err
 
 
 def test_all_weights_learn_if_there_are_no_adapters(said, folder, tmp_path):
@@ -141,6 +146,10 @@ def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, fol
             ("x.jsonl", "--model", "run/checkpoints/step-00000004"),
             "raypar ckpt export run/checkpoints/step-00000004 my-",
         ),
+        (("x.jsonl", "--stepps", "3"), "2 mistakes, no step was taken:\n- --model is missing"),
+        (("x.jsonl", "--stepps", "3"), "\n- --stepps is no flag: did you mean --steps?"),
+        (("x.jsonl", "--model", "gone", "--mesh.pq", "2"), "\n- --mesh.pq is no flag: did you mean --mesh.pp?"),
+        (("gpt-tiny", "run/run.toml", "--model", "gone"), "'gpt-tiny' is no file of examples: give these alone, or"),
         (("x.jsonl", "--resume", "run"), "go on with one by raypar train --resume RUN"),
     ],
 )
