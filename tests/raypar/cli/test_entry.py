@@ -22,6 +22,12 @@ from raypar.cli.entry import main
 raise SystemExit(main())
 """
 
+OBSERVED = """
+import signal, raypar.cli.main
+raypar.cli.main.run_command = lambda: print(signal.getsignal(signal.SIGINT).__name__, flush=True)
+from raypar.cli.entry import main
+"""
+
 
 def ran(code, *words, **settings):
     command = [sys.executable, "-c", code, *words]
@@ -41,8 +47,14 @@ def test_where_it_is_ignored_it_stays_so():
 
 
 def test_the_command_has_its_own_answer_to_it():
-    code = "import signal\nfrom raypar.cli.entry import main\nmain()\nprint(signal.getsignal(signal.SIGINT).__name__)"
-    assert ran(code, "recipes").stdout.splitlines()[-1] == "default_int_handler"
+    done = ran(f"{OBSERVED}\nmain()")
+    assert done.stdout == "default_int_handler\n", done.stderr
+
+
+def test_ctrl_c_after_the_command_leaves_no_traceback():
+    at_exit = "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), print('more')))"
+    done = ran(f"import atexit, os\n{OBSERVED}\n{at_exit}\nmain()")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "default_int_handler\n", "")
 
 
 def test_a_command_that_prints_no_warnings_answers_ctrl_c_as_well(capsys):
