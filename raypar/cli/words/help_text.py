@@ -100,6 +100,8 @@ class Help(NamedTuple):
             few = [one for one in every if one.path in usual] if self.is_run else []
             found = few or [one for one in every if "." not in one.path] or every
         elif not found:
+            found = [one for one in every if subject.lower() in one.about.lower()]
+        if subject and not found:
             words = [*self.subjects(every), *(one.path.replace("_", "-") for one in every)]
             known = ", ".join([*self.subjects(every), "or a part of a flag"])
             fix = did_you_mean(subject, words, f"give {known}", spelled=repr)

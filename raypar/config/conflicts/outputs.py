@@ -193,9 +193,16 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
         if taken and is_under_way(path):
             yield "holds a run that is under way: end that one first, or give another folder"
         elif taken:
-            how = f"--resume {path} (in Python launch(run, resume=...))"
-            fix = f"resume it with {how}, replace it with --overwrite (overwrite=True), or give another folder"
+            fix = "replace it with --overwrite (overwrite=True), or give another folder"
+            if _has_checkpoints(path):
+                fix = f"resume it with --resume {path} (in Python launch(run, resume=...)), {fix}"
             yield f"holds a run already ({taken[0]}): {fix}"
+
+
+def _has_checkpoints(path: Path) -> bool:
+    """Return whether a run folder has a checkpoint."""
+    folder = path / CHECKPOINTS
+    return folder.is_dir() and any(step_of(one.name) is not None for one in folder.iterdir())
 
 
 def _file_faults(path: Path) -> Iterator[str]:

@@ -40,14 +40,16 @@ _JUMP = 0.1  # relative difference of a learning rate from that of the curve bef
 
 
 def find(
-    path: Path, typed: str | None = None, otherwise: str = "give another folder, or start anew, without resume"
+    path: Path,
+    typed: str | None = None,
+    otherwise: str | None = None,
 ) -> VerifiedCheckpoint:
     """Find a checkpoint.
 
     Args:
         path: A checkpoint, or a run folder or folder of checkpoints, whose newest sound checkpoint is meant.
         typed: What the user calls it where nothing is resumed; None for a run that goes on.
-        otherwise: What to do if there is no sound checkpoint.
+        otherwise: What to do if there is no sound checkpoint; None for a run that goes on.
 
     Raises:
         ConfigError: There is no sound checkpoint.
@@ -68,6 +70,8 @@ def find(
         busy = _unsaved(folder, typed) if not one and not path.exists() else ""
         raise ConfigError([busy] if busy else [f"{what}: {fault}" for fault in error.faults]) from error
     if found is None:
+        anew = "without resume and with --overwrite (overwrite=True)" if holds_run(folder) else "without resume"
+        otherwise = otherwise or f"give another folder, or start anew, {anew}"
         lack = f"{repr(typed) if typed else f'resume {str(path)!r}'}: there is no sound checkpoint in it: {otherwise}"
         raise ConfigError([_unsaved(folder, typed) or lack])
     return found

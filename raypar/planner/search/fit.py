@@ -13,7 +13,6 @@ from raypar.planner.timing.stages import stage_layers
 from raypar.planner.timing.step import V_SHAPED, StepModel
 from raypar.schedules.float_sum import float_sum
 
-_GATHERED = 2  # units that are whole at a time: one in use, and the next one
 _UNDER_WAY = 2  # buckets that are being reduced, beside those that are filled
 
 
@@ -51,7 +50,7 @@ def _need_at(paper: StepModel, rank: int) -> Need:
     each, own = element_bytes(run), paper.replicas.owned(held)
     weights = each.weight * (own if world.gathers else held.all)
     if world.gathers:
-        weights += each.weight * held.all * min(1.0, _GATHERED / held.units)
+        weights += each.weight * max(_two_units(paper, stage) for stage in paper.stages_on(rank))
     kept = _activations(paper, rank)
     kind, away = paper.cluster.device.kind, run.offload != "none"
     return Need(
@@ -96,13 +95,19 @@ def _passing(paper: StepModel, stage: int, usual: float) -> float:
 
     At an end of the model they are the largest gradient, that of its vocabulary, and a block's; else a few usual ones.
     """
-    last, model, held = len(paper.held) - 1, paper.model, paper.held[stage]
-    ends = (stage == 0) + (stage == last)
-    if not ends:
-        return (1 + _UNDER_WAY) * usual
+    in_turn = (1 + _UNDER_WAY) * usual
+    if 0 < stage < len(paper.held) - 1:
+        return in_turn
+    return max(in_turn, element_bytes(paper.run).gradient * _two_units(paper, stage))
+
+
+def _two_units(paper: StepModel, stage: int) -> float:
+    """Return the most parameters of two units of a stage in turn: at an end of the model its vocabulary and a block."""
+    model, held = paper.model, paper.held[stage]
+    ends = (stage == 0) + (stage == len(paper.held) - 1)
     vocabulary = model.vocab * model.hidden / matrix_ranks(paper.run.mesh)
-    block = (held.all - ends * vocabulary) / max(1, held.units - ends)
-    return max((1 + _UNDER_WAY) * usual, element_bytes(paper.run).gradient * (vocabulary + max(0.0, block)))
+    block = max(0.0, held.all - ends * vocabulary) / max(1, held.units - ends)
+    return min(held.all, block + max(block, min(1, ends) * vocabulary))
 
 
 def _activations(paper: StepModel, rank: int) -> float:

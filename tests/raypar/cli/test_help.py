@@ -146,3 +146,8 @@ def test_control_characters_of_a_default_are_spelled(said, tmp_path):
     file.write_text('recipe = "gpt-tiny"\n[data]\npath = "\\u001b[31mred"\n')
     code, out, _ = said("train", file, "--help")
     assert code == 0 and "\x1b" not in out and r"\x1b[31mred" in out
+
+
+def test_a_word_of_no_name_finds_the_flags_whose_text_has_it(at_width):
+    out = at_width(80, "train", "--help", "checkpoint")
+    assert "--save-every" in out and "--resume" in out and "--optim.lr" not in out

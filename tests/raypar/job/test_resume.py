@@ -316,6 +316,9 @@ def test_there_has_to_be_one(tmp_path):
         f"resume {str(tmp_path)!r}: there is no sound checkpoint in it: give another folder, or start anew, without "
         "resume"
     ]
+    (tmp_path / "run.toml").touch()
+    (fault,) = faults_of(tiny(), resume=tmp_path)
+    assert fault.endswith("or start anew, without resume and with --overwrite (overwrite=True)")
     assert faults_of(tiny(), resume=tmp_path / "nowhere") == [
         f"resume: there is no '{tmp_path}/nowhere': correct the path"
     ]

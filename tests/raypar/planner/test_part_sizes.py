@@ -263,4 +263,5 @@ def test_a_search_counts_the_same(level):
         (memory,) = memory_of(sized)
         need = need_of(StepModel(sized.run, LLAMA_8B, cluster))
         assert need.optimizer == pytest.approx(memory.optimizer, rel=0.01)
+        assert need.weights == pytest.approx(memory.weights + memory.gathered, rel=0.01)
         assert need.gradients == pytest.approx(memory.gradients + memory.buckets, rel=0.1)

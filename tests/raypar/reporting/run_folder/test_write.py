@@ -324,11 +324,13 @@ def test_a_folder_that_can_not(folder, says, tmp_path, monkeypatch):
 def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
     for name in ("run.toml", "metrics.jsonl", "schedule.csv", "timeline.json", "ledger.json"):
         (tmp_path / name).touch()
-        how = f"--resume {tmp_path} (in Python launch(run, resume=...))"
-        fix = f"resume it with {how}, replace it with --overwrite (overwrite=True), or give another folder"
-        assert list(run_folder_faults(str(tmp_path), None)) == [
-            f"folder {str(tmp_path)!r} holds a run already ({name}): {fix}"
-        ]
+        fix = "replace it with --overwrite (overwrite=True), or give another folder"
+        first = f"folder {str(tmp_path)!r} holds a run already ({name}): "
+        assert list(run_folder_faults(str(tmp_path), None)) == [first + fix], "it has no checkpoint"
+        (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+        how = f"resume it with --resume {tmp_path} (in Python launch(run, resume=...)), "
+        assert list(run_folder_faults(str(tmp_path), None)) == [first + how + fix]
+        shutil.rmtree(tmp_path / "checkpoints")
         (tmp_path / name).unlink()
     (tmp_path / "run.toml").touch()
     assert not list(run_folder_faults(str(tmp_path), tmp_path / "checkpoints" / "step-00000001"))
