@@ -266,7 +266,7 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         close = did_you_mean(name, last, spelled=lambda one: spelled(f"{part}.{one}"), cutoff=0.5)
         fix = f"{close} There are {_listed(beside)}" if close else _listed(beside)
     else:
-        fix = did_you_mean(flag.path, paths, "see --help for all flags", spelled=spelled)
+        fix = did_you_mean(flag.path, [*paths, "help"], "see --help for all flags", spelled=spelled)
     yield f"{flag.typed} is no flag: {fix}"
 
 

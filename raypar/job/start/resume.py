@@ -62,8 +62,9 @@ def find(
         raise ConfigError([f"{missing}{download_hint(typed)}" if typed else f"resume: {missing}"])
     path = checkpoints_in(folder)
     one = step_of(path.name) is not None or os.path.lexists(path / MANIFEST)
+    has_none = holds_run(folder) and not path.exists()
     try:
-        found = VerifiedCheckpoint(path, verified(path)) if one else newest(path)
+        found = VerifiedCheckpoint(path, verified(path)) if one else None if has_none else newest(path)
     except CheckpointError as error:
         what = f"resume {str(path)!r}" if one else "resume"  # the faults of a folder name it already
         what = repr(typed) if typed else what

@@ -121,23 +121,23 @@ def _parts(events: Sequence[Event], whole: float) -> dict[str, float]:
 def memory(history: History) -> Markup:
     """Draw the peak memory of every pipeline rank, by kind where the steps have it."""
     kinds = history.memory() or {"peak": history.peaks()}
-    ranks = range(max(map(len, kinds.values()), default=0))
+    apart = kinds.pop(_PROCESS, [])
+    columns = kinds | ({_PROCESS: apart} if apart else {})
+    ranks = range(max(map(len, columns.values()), default=0))
     if not ranks:
         return section("Peak memory", note("No step was taken yet."))
     whole = [
-        [f"pp={rank}", *(size(sizes[rank], tenths=True) if rank < len(sizes) else "" for sizes in kinds.values())]
+        [f"pp={rank}", *(size(sizes[rank], tenths=True) if rank < len(sizes) else "" for sizes in columns.values())]
         for rank in ranks
     ]
-    apart = kinds.pop(_PROCESS, [])
     rows = {
         f"pp={rank}": {kind: float(sizes[rank]) for kind, sizes in kinds.items() if rank < len(sizes)} for rank in ranks
     }
     styles = {kind: COLORS[index % len(COLORS)] for index, kind in enumerate(kinds)}
-    heads = [*kinds, *[_PROCESS] * bool(apart)]
     text = _APART.format(size(max(apart), tenths=True)) if apart else _WHOLE
     return section(
         "Peak memory",
         stacked(rows, styles, partial(size, tenths=True)),
         note(f"The most in a step, and of replicas the one with the most. {text}"),
-        folded("Figures", html_table(["", *heads], whole, ["", *[NUMBER] * len(heads)])),
+        folded("Figures", html_table(["", *columns], whole, ["", *[NUMBER] * len(columns)])),
     )

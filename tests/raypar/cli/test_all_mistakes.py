@@ -160,6 +160,7 @@ def test_a_model_of_hugging_face_is_no_recipe(said):
         (["--modle.layers", "3"], "--modle.layers is no flag: did you mean --model.layers?"),
         (["--epochs", "3"], "--epochs is no flag: a run has --steps; the dry run says how many passes over the data"),
         (["--num-gpus", "3"], "--num-gpus is no flag: actors are the product of --mesh.pp, --mesh.dp,"),
+        (["--hlep"], "--hlep is no flag: did you mean --help?"),
         (["--quux", "3"], "--quux is no flag: see --help for all flags"),
         (["--split", "4", "x"], "--split is '4 x': it must be even or balanced or one or more whole numbers"),
         (["--precision", "fp8"], "must be fp32 or bf16 or fp16; raypar has no fp8 yet (not planned yet)"),

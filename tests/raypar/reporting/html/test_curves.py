@@ -120,6 +120,9 @@ def test_the_process_is_apart_and_what_is_not_in_the_peak_is_left_out():
     bars = [tip for tip in reported.tips if tip.startswith("pp=0: ")]
     assert bars == ["pp=0: weights 1.0 MiB", "pp=0: activations 1.0 MiB"]
     assert any("with Python and torch, up to 3.0 MiB" in text for text in reported.texts)
+    figures = reported.texts[reported.texts.index("Figures", reported.texts.index("Peak memory")) + 1 :]
+    columns = dict(zip(figures[: figures.index("pp=0")], figures[figures.index("pp=0") + 1 :], strict=False))
+    assert columns == {"weights": "1.0 MiB", "activations": "1.0 MiB", "process": "3.0 MiB"}
 
 
 def test_smoothing_has_no_bias_to_the_first_value_no_lag_and_keeps_gaps():
