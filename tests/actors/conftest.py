@@ -5,19 +5,7 @@ from __future__ import annotations
 import pytest
 
 from raypar.actors.autograd import torch_private
-from raypar.actors.specs import worlds
 from tests.support.counted import Counted
-
-
-@pytest.fixture
-def cut(monkeypatch):
-    """A function that sets the ZeRO levels at which replicas divide the elements of every weight; before, none do."""
-    monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset())
-
-    def switch(*levels):
-        monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset(levels))
-
-    return switch
 
 
 @pytest.fixture

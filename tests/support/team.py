@@ -137,13 +137,13 @@ class Team:
     def weights(self, dp=0):
         """Copies of a replica's weights, whole."""
         holders = self.world.holders(dp)
-        if self.world.cuts and self.world.gathers:
+        if self.world.gathers:
             return self._joined("parameter", sorted({one for rank in holders for one in self.world.tensor_group(rank)}))
         return self._whole("parameter", holders)
 
     def gradients(self):
         """Copies of the gradients that the optimizers saw, whole."""
-        if self.world.cuts:
+        if self.world.sharded:
             return self._joined("gradient", range(self.world.size))
         return self._whole("gradient", self.world.server_ranks or range(self.world.size))
 

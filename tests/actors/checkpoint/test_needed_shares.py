@@ -126,8 +126,7 @@ def test_the_shares_that_an_actor_needs_are_enough_and_no_more(before, after, ne
 
 
 @pytest.mark.parametrize(("here", "there"), [(on(1, dp=2), on(1, dp=2)), (on(2, dp=4), on(1, dp=2))], ids=str)
-def test_spans_of_replicas_are_found_and_restored(cut, here, there):
-    cut(1, 2)
+def test_spans_of_replicas_are_found_and_restored(here, there):
     restored(here, there)
 
 

@@ -153,14 +153,13 @@ def equal(ours, theirs):
 
 
 @pytest.mark.parametrize(("here", "there"), PAIRS)
-def test_a_layout_reads_every_bit_that_another_has_written(cut, here, there, tmp_path):
-    cut(1, 2, 3)
+def test_a_layout_reads_every_bit_that_another_has_written(here, there, tmp_path):
     team = Team.of(replace(RUN, **here))
     team.step(0)
     wanted, tensors = state(team, tmp_path / "here")
     assert any(name.endswith(".ema") for name in wanted)
     spans = [one for of in tensors.values() for one in of.slices if isinstance(one, StoredSpans)]
-    assert bool(spans) == team.world.cuts
+    assert bool(spans) == team.world.sharded
     other = loaded(Team.of(replace(RUN, **there)), tmp_path / "here", tensors)
     found, _ = state(other, tmp_path / "there")
     equal(found, wanted)
@@ -172,8 +171,7 @@ def test_a_layout_reads_every_bit_that_another_has_written(cut, here, there, tmp
     equal(found, wanted)
 
 
-def test_a_run_shrinks_and_grows_with_the_losses_of_one_that_does_not(cut):
-    cut(1, 2)
+def test_a_run_shrinks_and_grows_with_the_losses_of_one_that_does_not():
     run = replace(RUN, **on(1, dp=4), ema=None)
     whole, team = Team.of(run), Team.of(run)
     for step, dp in enumerate((4, 2, 4)):
@@ -186,9 +184,8 @@ def test_a_run_shrinks_and_grows_with_the_losses_of_one_that_does_not(cut):
     assert all(torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6) for name in theirs)
 
 
-def test_a_weight_that_all_replicas_have_does_not_move(cut):
+def test_a_weight_that_all_replicas_have_does_not_move():
     """Only optimizer states and averages do: the layers of every actor have the whole weight."""
-    cut(1, 2)
     team = Team.of(replace(RUN, **on(1, dp=3)))
     team.step(0)
     _, moves, _ = relaid(team, replace(RUN, **on(1, dp=2)))
@@ -207,8 +204,7 @@ def save(team, folder, step=1):
 
 
 @pytest.mark.parametrize(("zero", "precision"), [(1, "fp32"), (2, "bf16")])
-def test_every_actor_writes_an_equal_share(cut, zero, precision, tmp_path):
-    cut(1, 2)
+def test_every_actor_writes_an_equal_share(zero, precision, tmp_path):
     model = replace(MODEL, hidden=64, vocab=512)
     team = Team.of(replace(RUN, model=model, precision=Precision(precision), **on(zero, dp=4)))
     team.step(0)
@@ -232,13 +228,11 @@ def test_a_checkpoint_without_spans_has_the_version_and_the_text_of_before(tmp_p
 def checkpoints(tmp_path_factory):
     """Two checkpoints in spans of three replicas, of two steps."""
     folder = tmp_path_factory.mktemp("saved")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("raypar.actors.specs.worlds.CUT_LEVELS", frozenset({1}))
-        team = Team.of(replace(RUN, ema=None, **on(1, dp=3)))
-        team.step(0)
-        first = save(team, folder, 1)
-        team.step(1)
-        return first, save(team, folder, 2)
+    team = Team.of(replace(RUN, ema=None, **on(1, dp=3)))
+    team.step(0)
+    first = save(team, folder, 1)
+    team.step(1)
+    return first, save(team, folder, 2)
 
 
 def copied(path, folder):

@@ -1,4 +1,4 @@
-"""Replicas that divide the elements of offloaded weights compute what owners of offloaded weights compute."""
+"""Replicas that divide the elements of offloaded weights compute what replicas on their devices compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raypar.actors.specs.model import GPT
 from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.precision import Precision
-from tests.actors.data_parallel.test_even_parts import assert_divided_evenly, equal, made
+from tests.actors.data_parallel.test_even_parts import assert_divided_evenly, equal, made, once
 from tests.actors.data_parallel.test_memory import formulas
 from tests.support.oracle_runs import whole
 
@@ -47,17 +47,23 @@ RUNS = {
 def trained(kind, folder):
     level, model, mesh, changes = RUNS[kind]
     changes = {"microbatches": 2} | changes | ({"offload_folder": str(folder)} if "offload_folder" in changes else {})
-    return made(model, mesh, changes, zero=level, **({"zero_reduce": "step"} if level > 1 else {}))
+    return made(model, mesh, changes, **once(level))
+
+
+def on_devices(kind):
+    """What runs without offload compute: at level 0, or for copies of shards at another level."""
+    level, model, mesh, changes = RUNS[kind]
+    changes = {name: value for name, value in changes.items() if not name.startswith("offload")}
+    return made(model, mesh, {"microbatches": 2} | changes, **once(3 - level if mesh.shard else 0))
 
 
 @pytest.mark.parametrize("kind", list(RUNS))
-def test_every_bit_is_that_of_offloaded_weights_owned_whole(cut, kind, tmp_path):
-    _, *owned = trained(kind, tmp_path)
-    cut(1, 2, 3)
+def test_every_bit_is_that_of_weights_on_devices(kind, tmp_path):
+    _, *plain = on_devices(kind)
     team, *found = trained(kind, tmp_path)
-    assert team.world.cuts
-    assert found[0] == owned[0]
-    for ours, theirs in zip(map(whole, found[1:3]), map(whole, owned[1:3]), strict=True):
+    assert team.world.sharded
+    assert found[0] == plain[0]
+    for ours, theirs in zip(map(whole, found[1:3]), map(whole, plain[1:3]), strict=True):
         equal({name: one if one is None else one.to(theirs[name].dtype) for name, one in ours.items()}, theirs)
     assert_divided_evenly(team)
     assert_stored(team)

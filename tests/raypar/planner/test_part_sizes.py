@@ -1,4 +1,4 @@
-"""What actors hold and send if replicas cut each tensor into even parts, on paper."""
+"""What actors hold and send with ZeRO, whose replicas cut each tensor into even parts, on paper."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from raypar.actors.data_parallel.buckets import pack
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.sharding import first_ranks, num_blocks
-from raypar.actors.specs import worlds
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Layers, Llama
@@ -41,12 +40,6 @@ LLAMA_8B = Llama(layers=32, hidden=4096, heads=32, kv_heads=8, seq=2048, vocab=1
 EXPERTS = GPT(layers=8, hidden=512, heads=8, seq=512, vocab=32_000, moe=MoE(experts=64, top_k=2))
 SMALL = {"layers": 2, "hidden": 128, "heads": 4, "seq": 32, "vocab": 257}  # 0.4 M parameters
 BF16 = Precision("bf16")
-
-
-@pytest.fixture
-def cuts(monkeypatch):
-    """All runs are predicted as if replicas cut tensors."""
-    monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset({1, 2, 3}))
 
 
 def sized_of(model, mesh: Mesh, **changes) -> SizedRun:
@@ -93,7 +86,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize(("model", "axes", "replicas"), LAYOUTS, ids=lambda value: getattr(value, "kind", str(value)))
 def test_the_fullest_actor_has_hardly_more_than_the_mean(model, axes, replicas):
     sized = sized_of(model, Mesh(dp=replicas, **axes), zero=3, precision=BF16)
@@ -105,7 +97,6 @@ def test_the_fullest_actor_has_hardly_more_than_the_mean(model, axes, replicas):
             assert each * mean <= found <= each * mean * Fraction(101, 100)
 
 
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("optim", [None, SGD(), Muon()])
 @pytest.mark.parametrize("model", [GPT(**SMALL), Llama(**SMALL, kv_heads=2), GPT(**SMALL, moe=MoE(experts=4))])
 @pytest.mark.parametrize("replicas", [2, 3, 4])
@@ -124,7 +115,6 @@ def test_of_small_models_too_at_every_level(model, replicas, optim):
             assert mean <= getattr(memory, kind) <= mean * Fraction(105, 100), (level, kind)
 
 
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("kind", [GPT, Llama])
 def test_the_fullest_actor_is_that_of_the_models_own_tensors(kind):
     """The tensors of torch's modules, cut as actors do."""
@@ -139,7 +129,6 @@ def test_the_fullest_actor_is_that_of_the_models_own_tensors(kind):
         assert memory.weights == 4 * max(held)
 
 
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("replicas", [64, 512, 4096])
 def test_a_large_llama_is_divided_by_any_number_of_replicas(replicas):
     begin = time.process_time()
@@ -153,7 +142,6 @@ def test_a_large_llama_is_divided_by_any_number_of_replicas(replicas):
     assert memory.buckets <= 4 * (128_256 * 4096 + unit), "the largest tensor's gradient and one unit"
 
 
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("bucket_mb", [0.001, 0.05, 0.2, 4.0])
 @pytest.mark.parametrize("precision", [Precision(), BF16])
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
@@ -181,7 +169,6 @@ def test_three_buckets_in_turn_are_there_at_a_time(bucket_mb, precision, microba
     assert min(most, in_bound) <= memory.buckets <= min(most + (full if moe else 0), in_bound)
 
 
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("level", [1, 2, 3])
 def test_a_stage_without_tensors_has_no_parts(level):
     own = Layers(lambda: [nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)], loss=nn.functional.cross_entropy)
@@ -190,7 +177,6 @@ def test_a_stage_without_tensors_has_no_parts(level):
     assert (nothing.weights, nothing.gradients, nothing.optimizer, nothing.buckets) == (0, 0, 0, 0)
 
 
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize(("model", "replicas"), [(GPT(**SMALL), 3), (Llama(**SMALL), 64), (GPT2_XL, 512)])
 def test_an_actor_sends_its_part_of_each_message(model, replicas, level):
@@ -207,7 +193,6 @@ def test_an_actor_sends_its_part_of_each_message(model, replicas, level):
     assert sent["dp", "all_gather"] == 4 * sum(sizes) * (replicas - 1) // replicas
 
 
-@pytest.mark.usefixtures("cuts")
 def test_copies_of_shards_are_added_up_and_experts_sent_apart():
     hybrid = step_traffic(sized_of(GPT(**SMALL), Mesh(dp=4, shard=2), zero=1))
     assert {*hybrid} == {("shard", "reduce_scatter"), ("shard", "all_gather"), ("replicate", "all_reduce")}
@@ -219,7 +204,6 @@ def test_copies_of_shards_are_added_up_and_experts_sent_apart():
     }
 
 
-@pytest.mark.usefixtures("cuts")
 def test_muon_has_whole_matrices_for_a_while():
     changes = {"optim": Muon(), "zero": 3}
     (memory,) = memory_of(sized_of(GPT2_XL, Mesh(dp=64), **changes))
@@ -228,7 +212,6 @@ def test_muon_has_whole_matrices_for_a_while():
     assert 1.0 < other.optimizer / memory.optimizer < 2.0
 
 
-@pytest.mark.usefixtures("cuts")
 def test_own_layers_tiles_and_adapters_are_divided_too():
     own = Layers(lambda: [nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 20)], loss=nn.functional.cross_entropy)
     data = Batches(lambda *_: (torch.ones(1, 300), torch.zeros(1).long()))
@@ -240,20 +223,11 @@ def test_own_layers_tiles_and_adapters_are_divided_too():
         assert held / 3 <= share.count <= 1.05 * held / 3, model
 
 
-def test_without_cuts_tensors_are_owned_whole(monkeypatch):
-    monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset())
-    sized = sized_of(LLAMA_8B, Mesh(dp=64), zero=3, precision=BF16)
-    (memory,) = memory_of(sized)
-    assert memory.weights == 2 * 128_256 * 4096, "the embedding"
-    assert {op for _, op in step_traffic(sized)} == {"reduce", "all_gather"}
-
-
 def test_parts_of_no_tensor_are_counted():
     assert counts_by_rank({}, {}, 3) == [0, 0, 0]
     assert math.prod(counts_by_rank({"a": 64}, {"a": 2}, 3)) == 0
 
 
-@pytest.mark.usefixtures("cuts")
 @pytest.mark.parametrize("level", [2, 3])
 def test_a_search_counts_the_same(level):
     """In closed form, for thousands of layouts."""

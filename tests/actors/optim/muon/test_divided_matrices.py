@@ -15,7 +15,6 @@ from raypar.actors.optim import optimizer
 from raypar.actors.optim.groups import is_matrix
 from raypar.actors.optim.muon import muon_with_adamw
 from raypar.actors.optim.muon.matrix_rounds import matrix_rounds
-from raypar.actors.specs import worlds
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import GPT, Layers
@@ -35,11 +34,6 @@ MODEL = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256)
 EXPERTS = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256, moe=MoE(experts=4, top_k=2))
 ADAPTED = GPT(layers=2, hidden=16, heads=2, seq=8, vocab=256, lora=Lora(rank=8))
 MUON = Muon(lr=1e-2, adamw_lr=3e-3)
-
-
-@pytest.fixture
-def cut(monkeypatch):
-    return lambda *levels: monkeypatch.setattr(worlds, "CUT_LEVELS", frozenset(levels))
 
 
 @pytest.fixture
@@ -66,7 +60,7 @@ def trained(model, mesh, steps=2, **changes):
 
 def matrices_of(team):
     """The shapes of the model's matrices, each once."""
-    found = whole(team.masters() if team.world.cuts else team.weights())
+    found = whole(team.masters() if team.world.sharded else team.weights())
     return sorted(tuple(one.shape) for name, one in found.items() if is_matrix(MUON, name, one.dim()))
 
 
@@ -92,14 +86,14 @@ RUNS = {
 
 
 @pytest.mark.parametrize("kind", list(RUNS))
-def test_every_level_has_the_bits_of_whole_matrices_and_computes_each_once(cut, computed, kind):
+def test_every_level_has_the_bits_of_whole_matrices_and_computes_each_once(computed, kind):
+    """Those of level 0; copies of shards, which add gradients up in another order, have those of level 1."""
     model, mesh, changes = RUNS[kind]
-    wanted = whole(trained(model, mesh, zero=1, **changes).weights())
-    cut(1, 2, 3)
+    wanted = whole(trained(model, mesh, zero=1 if mesh.shard else 0, **changes).weights())
     for level in (1, 2, 3) if kind in ("two", "tensor") else (1, 3):
         computed.clear()
         team = trained(model, mesh, zero=level, **changes, **({"zero_reduce": "step"} if level > 1 else {}))
-        assert team.world.cuts
+        assert team.world.sharded
         found = whole(team.weights())
         found = {name: weight.to(wanted[name].dtype) for name, weight in found.items()}
         assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
@@ -121,27 +115,24 @@ class Odd(OddParameters):
 
 
 @pytest.mark.parametrize("dp", [2, 5])
-def test_matrices_of_any_order_without_elements_and_without_gradients(cut, dp):
+def test_matrices_of_any_order_without_elements_and_without_gradients(dp):
     found = []
-    for levels in ((), (1, 3)):
-        cut(*levels)
-        for level in (1, 3):
-            fields = {"m": 2, "dp": dp, "zero": level, "optim": Muon(lr=0.01, adamw=())}
-            fields |= {"zero_reduce": "step"} if level == 3 else {}
-            team = Team(lambda: [Odd(), nn.Linear(4, 4, bias=False)], 1, **fields)
-            before = team.weights()
-            for number in range(2):
-                team.step(number)
-            found.append(team.weights())
-            assert torch.equal(found[-1]["layers.0.unused"], before["layers.0.unused"])
-            assert not torch.equal(found[-1]["layers.0.columns"], before["layers.0.columns"])
+    for level in (0, 1, 3):
+        fields = {"m": 2, "dp": dp, "zero": level, "optim": Muon(lr=0.01, adamw=())}
+        fields |= {"zero_reduce": "step"} if level == 3 else {}
+        team = Team(lambda: [Odd(), nn.Linear(4, 4, bias=False)], 1, **fields)
+        before = team.weights()
+        for number in range(2):
+            team.step(number)
+        found.append(team.weights())
+        assert torch.equal(found[-1]["layers.0.unused"], before["layers.0.unused"])
+        assert not torch.equal(found[-1]["layers.0.columns"], before["layers.0.columns"])
     first = found[0]
-    assert [[name for name in first if not torch.equal(one[name], first[name])] for one in found] == [[]] * 4
+    assert [[name for name in first if not torch.equal(one[name], first[name])] for one in found] == [[]] * 3
 
 
 @pytest.mark.parametrize(("mesh", "axis"), [(Mesh(dp=2), "dp"), (Mesh(dp=4, shard=2), "shard"), (Mesh(tp=2), "tp")])
-def test_parts_go_once_to_the_actor_of_a_matrix_and_once_back(cut, mesh, axis):
-    cut(1)
+def test_parts_go_once_to_the_actor_of_a_matrix_and_once_back(mesh, axis):
     model = replace(MODEL, hidden=64, heads=4)
     team = trained(model, mesh, steps=1)
     sizes = sum(math.prod(shape) for shape in matrices_of(team))
@@ -175,8 +166,7 @@ def test_portions_off_the_device_do_not_divide_exchanges(monkeypatch):
 
 
 @pytest.mark.parametrize("there", [Mesh(dp=2), Mesh(tp=2), Mesh(pp=2, dp=3)])
-def test_spans_of_momentum_go_to_another_layout(cut, there, tmp_path):
-    cut(1)
+def test_spans_of_momentum_go_to_another_layout(there, tmp_path):
     team = trained(MODEL, Mesh(dp=3), steps=1)
     mine, tensors = read(team, tmp_path / "mine")
     other = Team.of(replace(team.run, mesh=there, microbatches=there.dp))
