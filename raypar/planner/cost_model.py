@@ -85,7 +85,7 @@ def _messages_after_update(sized: SizedRun, rates: Rates, stages: Sequence[int])
     seconds = 0.0
     if (world.sharded or world.servers) and not world.gathers:
         part = 1.0 if world.servers else 1 - 1 / world.owners
-        messages = max(1.0, each.weight * held / (run.bucket_mb * 2**20)) if world.cuts else world.owners
+        messages = max(1.0, world.servers, each.weight * held / (run.bucket_mb * 2**20))
         seconds += rates.message(part * each.weight * held, messages)
     if world.hybrid:
         copies = world.replicas // world.owners

@@ -29,9 +29,9 @@ def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
 
     An all_reduce over N replicas sends 2 (N - 1) / N of the gradients. A reduction that shares them out, the exchange
     of what replicas have updated, and a gather send half as much, as often as the schedule has them. With the gradient
-    of each tensor goes a flag, which says whether there is one; if replicas cut tensors, one for each that has a part.
+    of each tensor goes a flag, which says whether there is one; with ZeRO, one for each replica that has a part of it.
     For experts that actors divide, N is the number of those that hold the same ones, and their tokens go by all_to_all.
-    If replicas cut tensors, the parts of each of Muon's matrices go to one of them by all_to_all, and back.
+    The parts that replicas have of each of Muon's matrices go to one of them by all_to_all, and back.
     The vote that opens the STEP, a few numbers, is left out.
 
     Args:
@@ -49,7 +49,7 @@ def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
     sent = [Sent() for _ in counts.held]
     if world.replicas > 1 and not world.servers:
         shards = world.owners if world.sharded else world.replicas
-        flags = shards if world.cuts else 1
+        flags = shards if world.sharded else 1
         dense = [(units.whole - units.experts, units.num_parts(flags)) for units in counts.units]
         if world.mesh.is_uneven:  # each pipeline rank by itself
             for rank, found in enumerate(sent):
@@ -62,7 +62,7 @@ def step_traffic(sized: SizedRun) -> dict[tuple[str, str], int]:
             _add_matrices(sent, sized, matrices, shards, "shard" if world.hybrid else "dp")
     if world.experts is not None:
         if world.expert_replicas > 1:
-            flags = world.expert_replicas if world.cuts else 1
+            flags = world.expert_replicas if world.sharded else 1
             of_experts = [(units.experts, units.num_expert_parts(flags)) for units in counts.units]
             _add_replicas(sent, sized, of_experts, world.expert_replicas, "edp")
             _add_matrices(sent, sized, counts.expert_matrices, world.expert_replicas, "edp")
@@ -134,12 +134,11 @@ def _add_replicas(
         if not world.sharded:
             found[axis, "all_reduce"] += 2 * reduced
             continue
-        found[axis, "reduce_scatter" if world.cuts else "reduce"] += reduced
+        found[axis, "reduce_scatter"] += reduced
         if world.gathers:
             found[axis, "all_gather"] += sum(moved[stage].gathered_bytes for stage in stages)
         else:
-            published = "all_gather" if world.cuts else "broadcast"
-            found[axis, published] += sum(weights[stage] for stage in stages) * (shards - 1) // shards
+            found[axis, "all_gather"] += sum(weights[stage] for stage in stages) * (shards - 1) // shards
         if world.hybrid:
             copies = world.replicas // shards
             own = sum(gradients[stage] for stage in stages) // shards
@@ -158,7 +157,7 @@ def _add_matrices(sent: Sequence[Sent], sized: SizedRun, matrices: Sequence[int]
         shards: Number of the replicas that divide them.
         axis: The axis of their group.
     """
-    if sized.world.cuts and isinstance(sized.run.optim, Muon):
+    if sized.world.sharded and isinstance(sized.run.optim, Muon):
         element = ELEMENT_BYTES[sized.run.optim.precision]
         for found, count in zip(sent, matrices, strict=True):
             found[axis, "all_to_all"] += 2 * element * count * (shards - 1) // shards**2

@@ -145,7 +145,7 @@ def sharing_faults(examined: Examined) -> Iterator[str]:
     names, modules = skeleton.model.names, skeleton.model.skeleton
     if run.zero == 3:
         yield from _freed_faults(names, modules)
-    elif world_of(run).cuts:
+    elif world_of(run).sharded:
         from raypar.actors.data_parallel.replica_checks import overlapping  # imports torch
 
         for one, other in overlapping(names, modules):

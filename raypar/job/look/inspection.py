@@ -30,7 +30,6 @@ from raypar.reporting.tables.memory_table import MemoryTable, memory_table
 from raypar.schedules.drawing.notebook import notebook_table
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import size
-from raypar.schedules.grouped import grouped
 from raypar.schedules.nearest_name import did_you_mean
 from raypar.schedules.timeline import Timeline
 
@@ -126,7 +125,7 @@ class Inspection:
 
     def _are_in_parts(self, method: str) -> bool:
         """Return whether replicas have parts of the weights, or of the gradients, that a method of probes returns."""
-        return self._world.cuts and (method != "parameter" or self._world.gathers)
+        return self._world.sharded and (method != "parameter" or self._world.gathers)
 
     def _every(self, method: str, ranks: Collection[int]) -> Iterator[tuple[str, Tensor]]:
         """Fetch all weights, rank by rank, as a method of the probes of some ranks returns them or their parts."""
@@ -178,39 +177,29 @@ class Inspection:
         return gradient
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Fetch all gradients by logical name, as ``grad`` does for one, with at most two calls of an actor."""
-        if self._world.cuts:
+        """Fetch all gradients by logical name, as ``grad`` does for one, with one call of an actor at most."""
+        if self._world.sharded:
             names = dict.fromkeys(untiled(name) for held in self._holds for name in held)
             return dict.fromkeys(names) | self._from_parts("gradient", self._updaters)
-        # Of each parameter, the first ranks of the tensor groups that hold it.
-        holders = grouped((name, rank) for rank in self._updaters for name in self._spoken(rank))
-        found = self._gradients_from({name: ranks[:1] for name, ranks in holders.items()})
-        left = {name: ranks[1:] for name, ranks in holders.items() if name not in found}
-        found |= self._gradients_from(left)  # as with ZeRO, where only one replica has it
-        return dict(joined((name, found.get(name)) for name in holders))
-
-    def _gradients_from(self, holders: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-        """Ask for gradients, all ranks at once; return those that there are, by name.
-
-        Args:
-            holders: By name, the first ranks of the tensor groups to ask.
-        """
+        holders: dict[str, int] = {}  # of each parameter, the first rank of the first tensor group that holds it
+        for rank in self._updaters:
+            for name in self._spoken(rank):
+                holders.setdefault(name, rank)
         asked: dict[int, dict[str, None]] = {}
-        for name, ranks in holders.items():
-            for one in {one for rank in ranks for one in self._parts_of(name, rank)}:
+        for name, rank in holders.items():
+            for one in self._parts_of(name, rank):
                 asked.setdefault(one, {})[name] = None
         arguments = [("gradients", list(names)) for names in asked.values()]
         answers = self._loop.read(
             lambda: self._loop.loaded.calls.each("probe", arguments, what="fetching gradients", ranks=list(asked))
         )
         parts = {rank: dict(zip(asked[rank], answer, strict=True)) for rank, answer in zip(asked, answers, strict=True)}
-        found = {}
-        for name, ranks in holders.items():
-            for rank in ranks:
-                if parts[rank][name] is not None:
-                    found[name] = self._joined(name, rank, parts)
-                    break
-        return found
+        return dict(
+            joined(
+                (name, None if parts[rank][name] is None else self._joined(name, rank, parts))
+                for name, rank in holders.items()
+            )
+        )
 
     @property
     def _updaters(self) -> Sequence[int]:
@@ -252,10 +241,10 @@ class Inspection:
             By rank, the shard and its gradient on the CPU. Ranks without one are left out.
         """
         tiles = self._tiles(name)
-        if self._world.cuts and tiles:  # a replica's parts of several tiles are no single slice
+        if self._world.sharded and tiles:  # a replica's parts of several tiles are no single slice
             whole = self.grad(name)
             return {} if whole is None else {self._updaters[0]: (Shard(tuple(whole.shape)), whole)}
-        if self._world.cuts:
+        if self._world.sharded:
             found = self._probed(self._updaters, f"fetching {name}", "parts", "gradient", [name])
             return {rank: parts[name] for rank, parts in zip(self._updaters, found, strict=True) if name in parts}
         made: dict[int, list[tuple[str, Tensor]]] = {}

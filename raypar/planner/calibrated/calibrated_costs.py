@@ -138,7 +138,7 @@ def step_seconds(sized: SizedRun, calibration: Calibration) -> float:
     ``calibrated_costs``."""
     run, world, counts, schedule = sized
     owners = world.owners if run.zero != 0 else 1
-    parts = owners if world.cuts else 1  # of a tensor
+    parts = owners if world.sharded else 1  # of a tensor
     each = [units.num_parts(parts) + units.num_expert_parts(parts) for units in counts.units]
     tensors = max(sum(each[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
     updated, update = max(counts.held) / owners, calibration.update

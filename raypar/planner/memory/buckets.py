@@ -36,7 +36,7 @@ class BucketBytes:
         self._sizes = [gradient * one.whole for one in units]
         self._tensors = [[gradient * size for size in one.largest] for one in units]
         self._bucket = bucket
-        self._packed = [_packed(one.sizes, gradient, bucket // weight) for one in units] if world.cuts else []
+        self._packed = [_packed(one.sizes, gradient, bucket // weight) for one in units] if world.sharded else []
         self._full = gradient * (bucket // weight)
         self._usual = [gradient * one.usual for one in units]
         self._kinds = 2 if world.experts else 1
@@ -48,8 +48,8 @@ class BucketBytes:
         """Return the most bytes of gradients in buckets at a time.
 
         In a round of several backwards the gradients of the whole stage wait for the last one. In a round of one,
-        buckets are reduced while they are made: some are under way, and one is filled, or one for each owner of whole
-        tensors.
+        buckets are reduced while they are made: some are under way, and one is filled, or one for each parameter
+        server.
         """
         rounds = self._rounds()
         passing = {stage: self._passing(stage, len(counts)) for stage, counts in rounds.items()}
@@ -74,7 +74,7 @@ class BucketBytes:
     def _passing(self, stage: int, rounds: int) -> int:
         """Return the most bytes in buckets during a backward that ends a round; a round before may be under way.
 
-        If replicas cut tensors, a bucket waits until those that are under way have left memory for it: that of the
+        With ZeRO a bucket waits until those that are under way have left memory for it: that of the
         largest gradient and of a unit, or of a few full buckets if that is more.
         """
         size = self._sizes[stage]

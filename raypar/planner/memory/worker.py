@@ -17,9 +17,8 @@ with "parameters" also the weights, of which units are gathered at every level.
 Where actors divide experts, N is the number of those that hold the same ones for these, and that of all replicas for
 other weights.
 
-The replica with most, whose memory is estimated, has what ``largest_parts`` counts: the N-th part and a few blocks, if
-replicas cut each tensor (``World.cuts``). Else they own tensors whole, so it has more, as is known if the layers are a
-GPT's or a Llama's without tiles. UNSHARD and RESHARD show which units are gathered at a time. The kinds have their
+The replica with most, whose memory is estimated, has what ``largest_parts`` counts: the N-th part and a few blocks,
+because replicas cut each tensor. UNSHARD and RESHARD show which units are gathered at a time. The kinds have their
 peaks at different times, so the sum of these is more than an actor holds.
 
 Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", figure 1.
@@ -111,7 +110,7 @@ class ActorMemory:
     """Bytes of an actor by kind, each at its most within a step.
 
     Attributes:
-        weights: Its weights; if they are sharded, those that it owns.
+        weights: Its weights; if they are sharded, those of its shards.
         gradients: The gradients that it keeps until the update.
         optimizer: The state of the optimizer for the weights that it updates.
         activations: The most that its forwards keep for their backwards at a time; None if that is unknown.
@@ -190,7 +189,7 @@ def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = Non
         experts = counts.experts[rank] if counts.experts else 0
         in_buckets = buckets_of[rank].has_buckets
         own, own_state = _owned(sized, rank, state)
-        apart = own if world.cuts and world.hybrid else 0  # the sums that copies of the shards add up
+        apart = own if world.hybrid else 0  # the sums that copies of the shards add up
         summed = own if world.sharded and in_buckets else count + apart
         gradients = each.gradient * summed if world.offload == "none" else 0
         kept = each.weight * (own if world.gathers else count)
@@ -256,8 +255,8 @@ def _of_matrices(sized: SizedRun, largest: int) -> int:
         sized: The run.
         largest: The elements of its largest matrix.
     """
-    run = sized.run
-    return 9 * ELEMENT_BYTES[run.optim.precision] * largest if sized.world.cuts and isinstance(run.optim, Muon) else 0
+    optim = sized.run.optim
+    return 9 * ELEMENT_BYTES[optim.precision] * largest if sized.world.sharded and isinstance(optim, Muon) else 0
 
 
 def _owned(sized: SizedRun, rank: int, state: int) -> tuple[int, int]:

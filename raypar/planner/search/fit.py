@@ -76,22 +76,18 @@ def _gradients(paper: StepModel, rank: int, own: float) -> float:
 def _in_buckets(paper: StepModel, rank: int) -> float:
     """Return the bytes of gradients on their way, in buckets or larger matrices.
 
-    One is filled while others are reduced. If replicas own whole tensors, one is filled for each of them.
+    One is filled while others are reduced.
     """
     if not paper.world.frees_buckets:
         return 0.0
-    element, owners = element_bytes(paper.run).gradient, paper.world.owners
-    sizes = [element * paper.held[stage].all for stage in paper.stages_on(rank)]
+    element = element_bytes(paper.run).gradient
     matrix = element * paper.model.hidden * paper.model.mlp_width / paper.run.mesh.tensor_ranks
-    bucket = paper.run.bucket_mb * 2**20
-    if paper.world.cuts:
-        most = [_passing(paper, stage, max(bucket, matrix)) for stage in paper.stages_on(rank)]
-        return max(map(min, sizes, most))
-    return max(min(size, (owners + _UNDER_WAY) * max(matrix, min(bucket, size / owners))) for size in sizes)
+    usual = max(matrix, paper.run.bucket_mb * 2**20)
+    return max(min(element * paper.held[at].all, _passing(paper, at, usual)) for at in paper.stages_on(rank))
 
 
 def _passing(paper: StepModel, stage: int, usual: float) -> float:
-    """Return the bytes of gradients on their way of a stage whose tensors are cut.
+    """Return the bytes of gradients on their way of a stage.
 
     At an end of the model they are the largest gradient, that of its vocabulary, and a block's; else a few usual ones.
     """

@@ -1,4 +1,4 @@
-"""The largest part of a pipeline rank's weights that a replica updates: where each tensor is cut, or owned whole."""
+"""The largest part of a pipeline rank's weights that a replica updates, if replicas divide them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from raypar.actors.data_parallel.owners import share_out
 from raypar.actors.mesh.world import World
 from raypar.actors.sharding import block_of, first_ranks, num_blocks
 from raypar.planner.sizes.tensors import Weight
@@ -30,9 +29,8 @@ def largest_parts(
 ) -> list[PartSize]:
     """Return the part of the replica whose optimizer keeps most, of each pipeline rank.
 
-    If replicas cut each tensor, it is the mean but for a few blocks. If they own tensors whole, it is more: much more
-    if few large tensors are most of a model. Of experts that actors divide, the replica that has most of them counts,
-    which may be another actor.
+    Replicas cut each tensor, so it is the mean but for a few blocks. Of experts that actors divide, the replica that
+    has most of them counts, which may be another actor.
 
     Args:
         model: The tensors of an actor of each stage, in the order of the stages. One may be there twice.
@@ -46,8 +44,7 @@ def largest_parts(
         firsts = first_ranks({name: one.held for name, one in alike.items()}, ranks)
         for pp, weights in enumerate(held):
             own = [one for weight in weights for one in weight.each() if one.is_expert == is_expert]
-            parts = _cut(own, firsts, ranks, is_matrix) if world.cuts else _owned(own, ranks, is_matrix)
-            most = max(parts, key=lambda part: 2 * part.count - part.matrices)
+            most = max(_parts(own, firsts, ranks, is_matrix), key=lambda part: 2 * part.count - part.matrices)
             found[pp] = PartSize(found[pp].count + most.count, found[pp].matrices + most.matrices)
     return found
 
@@ -77,19 +74,10 @@ def counts_by_rank(elements: Mapping[str, int], firsts: Mapping[str, int], ranks
     return [every + more for more in accumulate(changes[:ranks])]
 
 
-def _cut(
+def _parts(
     weights: Collection[Weight], firsts: Mapping[str, int], ranks: int, is_matrix: Callable[[Weight], bool]
 ) -> list[PartSize]:
-    """Return the part of each rank if all tensors are cut."""
+    """Return the part of each rank."""
     counts = counts_by_rank({one.name: one.held for one in weights}, firsts, ranks)
     matrices = counts_by_rank({one.name: one.held for one in weights if is_matrix(one)}, firsts, ranks)
     return [PartSize(*both) for both in zip(counts, matrices, strict=True)]
-
-
-def _owned(weights: Collection[Weight], ranks: int, is_matrix: Callable[[Weight], bool]) -> list[PartSize]:
-    """Return the part of each rank if tensors are owned whole."""
-    by_name, parts = {one.name: one for one in weights}, [PartSize(0, 0)] * ranks
-    for name, owner in share_out({name: one.whole for name, one in by_name.items()}, ranks).items():
-        one, part = by_name[name], parts[owner]
-        parts[owner] = PartSize(part.count + one.held, part.matrices + one.held * is_matrix(one))
-    return parts

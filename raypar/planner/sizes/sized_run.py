@@ -95,8 +95,7 @@ def counts_of(run: Run, schedule: Schedule, skeleton: Skeleton | None) -> Parame
         every = held_tensors(_stages(with_some, schedule, skeleton), schedule)
         own = [[one for one in held if one.is_expert] for held in every]
         counts = replace(counts, apart=ParameterCounts([*map(held_count, own)], (), _matrices(run, own)))
-    plain = run.tile == 1 and not isinstance(model, Layers) and model.lora is None
-    if world.sharded and not mesh.is_uneven and (world.cuts or plain):
+    if world.sharded and not mesh.is_uneven:
         tensors = (weight for stage in stages for unit in stage for layer in unit for weight in layer)
         counts = replace(counts, shares=largest_parts(tensors, weights, world, partial(_is_of_muon, run)))
     if not isinstance(model, Layers) and model.lora is not None:
