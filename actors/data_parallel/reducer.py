@@ -25,16 +25,16 @@ from raypar.schedules.float_sum import float_sum
 
 
 class Channel(NamedTuple):
-    """The operations that sum the gradients of one owner over the replicas; no-ops if there is one replica.
+    """The operations that sum gradients over the replicas, for all or for one server; no-ops if there is one replica.
 
     Attributes:
-        start: Starts the reduction of a flat tensor (n,) in place: an all_reduce, or a reduce to one server or replica.
+        start: Starts the reduction of a flat tensor (n,) in place: an all_reduce, or a reduce to a server.
         sum_on_host: Starts the same operation for a small tensor on the host.
         empty: Allocates a flat tensor, given the number of elements and the dtype, that ``start`` can communicate
             without a copy.
         gets_sum: Whether this actor gets the sum.
-        finish: With hybrid sharding, starts the sum over the owners of the same weights, once a step after all
-            reductions; else None.
+        finish: With hybrid sharding, starts the sum over the replicas that update the same parts, once a step after
+            all reductions; else None.
         scatter: Starts the reduction of a flat tensor of which each replica gets its part, as
             ``Group.reduce_scatter_cut``; None if a replica gets all of it or nothing.
     """
@@ -91,8 +91,8 @@ class Reducer:
 
     A stage is reduced once a step, or in several rounds, each of which ends with a REDUCE_GRAD of the stage. Flat
     tensors are kept for the whole run, or (``frees_buckets``) are allocated at a bucket's first gradient and freed
-    after its reduction. Then actors that do not get the sum hold no gradients, and the owner adds up the sums of all
-    rounds.
+    after its reduction. Then actors hold no gradients but the sums that they get, or their parts of them, and add up
+    those of all rounds.
 
     Buckets are started in one fixed order, because all members of a group must call its collectives in the same order;
     gradients may become complete in another order. That a parameter has no gradient is known only at the end of a
@@ -101,7 +101,7 @@ class Reducer:
     Attributes:
         buckets: Buckets in the order of the stages' last backwards; within a stage, in the order in which the backward
             computes the gradients.
-        channels: The channel of each bucket owner.
+        channels: The channels by number: see ``Bucket.owner``.
         device: The device that computes the gradients. Its clock times the transfers.
         sums: The sums that this actor gets.
         rounds: The stages in the order in which a step reduces them; a stage comes once for each of its rounds.
@@ -232,7 +232,7 @@ class Reducer:
     def total(self, tensor: Tensor) -> None:
         """Sum a small tensor on the host over the replicas, in place.
 
-        If the buckets have several owners, only the first one gets the sum.
+        With several parameter servers only the first one gets the sum, and with ZeRO only the first replica.
 
         Args:
             tensor: A tensor of any shape and dtype.

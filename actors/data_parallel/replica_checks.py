@@ -1,4 +1,4 @@
-"""Checks of the replicas: their weights must be equal, and shared memory must have one owner."""
+"""Checks of the replicas: their weights must be equal, and those that replicas divide must not overlap in memory."""
 
 from __future__ import annotations
 
@@ -16,33 +16,20 @@ from raypar.actors.models.init.deferred_init import slots_of
 from raypar.actors.models.init.unregistered import unregistered
 
 
-def fixed_weights(
-    layers: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], owner_of: Mapping[str, int]
-) -> set[str]:
+def fixed_weights(layers: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter]) -> set[str]:
     """Find the weights whose memory must not move, because another tensor of the layers shares it.
 
     Args:
         layers: Every layer of this actor.
         parameters: Its trainable parameters by logical name.
-        owner_of: The replica that updates each of them.
 
     Returns:
         The logical names of these weights.
-
-    Raises:
-        ValueError: Two weights have elements in common and are updated by different replicas.
     """
     modules = [module for layer in layers for module in layer.modules()]
     tensors = {id(tensor): tensor for module in modules for *_, tensor in slots_of(module)}
     uses = Counter(map(storage_id, tensors.values()))
-    fixed = defaultdict[int, list[str]](list)  # storage -> logical names
-    for name, parameter in parameters.items():
-        if uses[storage_id(parameter)] > 1:
-            fixed[storage_id(parameter)].append(name)
-    for names in fixed.values():
-        if len({owner_of[name] for name in names}) > 1:
-            _demand_disjoint({name: parameters[name] for name in names}, owner_of)
-    return {name for names in fixed.values() for name in names}
+    return {name for name, parameter in parameters.items() if uses[storage_id(parameter)] > 1}
 
 
 class CheckedTensor(NamedTuple):
@@ -101,22 +88,6 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
     marks = torch.zeros(one.untyped_storage().nbytes(), dtype=torch.bool)
     _bytes_of(one, marks).fill_(True)
     return bool(_bytes_of(other, marks).any())
-
-
-def _demand_disjoint(weights: Mapping[str, nn.Parameter], owner_of: Mapping[str, int]) -> None:
-    """Raise ValueError if weights of one storage with different owners have elements in common."""
-    names = list(weights)
-    storage = weights[names[0]].untyped_storage()
-    marks = torch.zeros(storage.nbytes(), dtype=torch.int32)  # by byte: which weight, counted from 1
-    for index, name in enumerate(names, 1):
-        own = _bytes_of(weights[name], marks)
-        for other in (names[mark - 1] for mark in own.unique().tolist() if mark):
-            if owner_of[other] != owner_of[name]:
-                raise ValueError(
-                    f"{other} and {name} overlap in memory, and with replicas each is updated by another one: "
-                    "clone one of them, or set zero to 0"
-                )
-        own.fill_(index)
 
 
 def _bytes_of(tensor: Tensor, numbers: Tensor) -> Tensor:

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from raypar.actors.checkpoint.snapshot import Read
 from raypar.actors.collective.group import Group, Handle
-from raypar.actors.data_parallel.buckets import Bucket, CutBucket
+from raypar.actors.data_parallel.buckets import CutBucket
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.step import Updater
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Updated
-
-
-class SharedBucket(NamedTuple):
-    """A bucket of weights that several replicas hold and one of them updates.
-
-    Attributes:
-        bucket: The bucket.
-        replicas: Their group.
-        owner: The rank in this group of the replica that updates the weights.
-    """
-
-    bucket: Bucket
-    replicas: Group
-    owner: int
 
 
 class SharedWeights(Protocol):
@@ -111,58 +95,7 @@ class ShardedUpdate:
         self._updater.load(read)
 
 
-MOST_FLATS = 2  # concurrent broadcasts whose flat tensors are freed
-
-
-@dataclass(eq=False)
-class OwnedWeights:
-    """The flat tensor in which a bucket's weights are broadcast by the replica that updates them.
-
-    The weights are views of it, unless one of them must not move; then they are copied in and out.
-
-    Attributes:
-        shared: The bucket.
-        fixed: Logical names of the parameters whose memory must not move (see ``fixed_weights``).
-        allocate: Allocates a flat tensor on the device for the time of a broadcast, for weights that are stored off it;
-            None if flat tensors are kept for the whole run.
-        storage: Storage of the weights in that case.
-    """
-
-    shared: SharedBucket
-    fixed: Set[str] = frozenset()
-    allocate: Callable[[int, torch.dtype], Tensor] | None = None
-    storage: OffloadStorage | None = None
-
-    def __post_init__(self) -> None:
-        self._bucket, self._replicas, self._root = self.shared
-        self._flat = self._empty() if self.allocate is None else None
-        self._inside = self._flat is not None and self.fixed.isdisjoint(self._bucket.parameters)
-        if self._flat is not None and self._inside:
-            self._bucket.move_weights(self._flat)
-
-    def send(self) -> Handle:
-        """Start the broadcast of the weights from the bucket's owner to the other replicas."""
-        flat = self._flat = self._empty() if self._flat is None else self._flat
-        if not self._inside and self._root == self._replicas.rank:
-            with self._accessible():
-                self._bucket.read_into(flat)
-        return self._replicas.broadcast(flat, self._root)
-
-    def take(self) -> None:
-        """Load the weights after the broadcast is over; a no-op where the parameters are views of the flat tensor."""
-        assert self._flat is not None
-        if not self._inside and self._root != self._replicas.rank:
-            with self._accessible(writes=True):
-                self._bucket.load(self._flat)
-        if self.allocate is not None:
-            self._flat = None
-
-    def _empty(self) -> Tensor:
-        return (self.allocate or self._replicas.empty)(self._bucket.elements, self._bucket.dtype)
-
-    def _accessible(self, *, writes: bool = False) -> AbstractContextManager[None]:
-        weights = self._bucket.parameters.values()
-        return nullcontext() if self.storage is None else self.storage.accessible(weights, writes=writes)
+MOST_FLATS = 2  # concurrent gathers whose flat tensors are freed
 
 
 class CutWeights:

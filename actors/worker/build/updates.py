@@ -21,9 +21,7 @@ from raypar.actors.data_parallel.replica_checks import fixed_weights
 from raypar.actors.data_parallel.zero1 import (
     MOST_FLATS,
     CutWeights,
-    OwnedWeights,
     ShardedUpdate,
-    SharedBucket,
     SharedWeights,
     StoredCutWeights,
 )
@@ -208,7 +206,7 @@ def channels_of(context: RankContext) -> list[Channel]:
         servers = [groups[f"ps{index}"] for index in range(world.servers)]
         return [_channel_to(group, group.size - 1, partial(_empty, group.device)) for group in servers]
     allocate = _allocate_of(context)
-    return [channel for one in _replicas(context) for channel in _channels(context.plan, one, groups, allocate)]
+    return [_channel_of(context.plan, one, groups, allocate) for one in _replicas(context)]
 
 
 def shared_update(context: RankContext, part: ModelPart, buckets: list[Bucket], scaler: LossScaler) -> ParameterUpdate:
@@ -235,25 +233,12 @@ def _shared_weights(context: RankContext, part: ModelPart, buckets: list[Bucket]
     groups, world, replicas = context.groups, context.world, _replicas(context)
     if world.unshards:
         buckets = buckets_of(context.plan, part, part.layer_shards)
-    layers = [module for stage in part.stages.values() for module in stage.modules]
-    allocate = _allocate_of(context)
-    if world.cuts:
-        cut = [(one, groups[replicas[one.owner].shard_key]) for one in buckets if isinstance(one, CutBucket)]
-        if world.unshards:
-            assert allocate is not None
-            return [StoredCutWeights(bucket, group, part.parts, part.storage, allocate) for bucket, group in cut]
-        fixed = fixed_weights(layers, part.parameters, {name: number for number, name in enumerate(part.parameters)})
-        return [CutWeights(bucket, group, part.masters, fixed) for bucket, group in cut]
-    owners = {
-        channel: (groups[one.shard_key], rank)
-        for channel, (one, rank) in enumerate((one, rank) for one in replicas for rank in range(one.owners))
-        if one.key in groups
-    }
-    shared = [SharedBucket(bucket, *owners[bucket.owner]) for bucket in buckets if bucket.owner in owners]
+    cut = [(one, groups[replicas[one.owner].shard_key]) for one in buckets if isinstance(one, CutBucket)]
     if world.unshards:
-        return [OwnedWeights(one, set(part.layer_shards), allocate, part.storage) for one in shared]
-    fixed = fixed_weights(layers, part.parameters, part.owners.of)
-    return [OwnedWeights(one, fixed) for one in shared]
+        allocate = partial(flat_empty, device=context.device.device)
+        return [StoredCutWeights(bucket, group, part.parts, part.storage, allocate) for bucket, group in cut]
+    fixed = fixed_weights([module for stage in part.stages.values() for module in stage.modules], part.parameters)
+    return [CutWeights(bucket, group, part.masters, fixed) for bucket, group in cut]
 
 
 def _replicas(context: RankContext) -> list[ReplicaGroup]:
@@ -268,10 +253,10 @@ def _allocate_of(context: RankContext) -> Empty | None:
     return partial(flat_empty, device=context.device.device) if context.world.frees_buckets else None
 
 
-def _channels(
+def _channel_of(
     plan: ActorPlan, replicas: ReplicaGroup, groups: Mapping[str, Group], allocate: Empty | None
-) -> Iterator[Channel]:
-    """Yield the channels of replicas: one for each owner of their weights, or one if each gets a part of all sums.
+) -> Channel:
+    """Create the channel of replicas. Each gets the sums, or with ZeRO its part of all sums.
 
     Args:
         plan: The actor's plan.
@@ -282,25 +267,16 @@ def _channels(
     world = plan.world
     if replicas.key not in groups:
         assert allocate is not None
-        yield Channel(Complete, Complete, allocate, gets_sum=True)
-        return
+        return Channel(Complete, Complete, allocate, gets_sum=True)
     every = groups[replicas.key]
     if not world.sharded:
-        yield Channel(every.all_reduce, every.host.all_reduce, allocate or every.empty, gets_sum=True)
-        return
-    owners = groups[replicas.shard_key]
-    if world.cuts:
-        channel = _channel_to(owners, 0, allocate or owners.empty)
-        channel = channel._replace(gets_sum=True, scatter=owners.reduce_scatter_cut)
-        if world.hybrid:
-            channel = channel._replace(sum_on_host=every.host.all_reduce, finish=groups["replicate"].all_reduce)
-        yield channel
-        return
-    for owner in range(owners.size):
-        channel = _channel_to(owners, owner, allocate or owners.empty)
-        if world.hybrid:
-            channel = channel._replace(sum_on_host=every.host.all_reduce, finish=groups["replicate"].all_reduce)
-        yield channel
+        return Channel(every.all_reduce, every.host.all_reduce, allocate or every.empty, gets_sum=True)
+    shards = groups[replicas.shard_key]
+    channel = _channel_to(shards, 0, allocate or shards.empty)
+    channel = channel._replace(gets_sum=True, scatter=shards.reduce_scatter_cut)
+    if world.hybrid:
+        return channel._replace(sum_on_host=every.host.all_reduce, finish=groups["replicate"].all_reduce)
+    return channel
 
 
 def _channel_to(group: Group, root: int, empty: Empty) -> Channel:
