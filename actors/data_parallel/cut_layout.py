@@ -23,21 +23,17 @@ class ReplicaCut(NamedTuple):
         first: The rank that has the beginning of the tensor.
         rank: The rank of this actor in the group of the replicas.
         size: The number of replicas.
-        is_whole: Whether the first rank has the whole tensor, and the others nothing of it.
     """
 
     first: int
     rank: int
     size: int
-    is_whole: bool = False
 
     def holders(self, elements: int) -> dict[int, Span]:
         """Return the span of each rank that holds a part of a tensor with this many elements.
 
         Of a tensor without elements, the first rank holds the empty part.
         """
-        if self.is_whole:
-            return {self.first: (0, elements)}
         cut = self._of(elements)
         return {rank: span for rank in range(self.size) if (span := cut.span(elements, rank)) is not None}
 
@@ -47,12 +43,12 @@ class ReplicaCut(NamedTuple):
         Args:
             parameter: The parameter as the actor's tensor group leaves it.
         """
+        if self.size == 1:
+            return Shard(tuple(parameter.shape))
         span = self.holders(parameter.numel()).get(self.rank)
         if span is None:
             return None
         shape, order = tuple(parameter.shape), memory_order(torch.empty_like(parameter, device="meta"))
-        if self.is_whole:
-            return Shard(shape)
         order_or_none = None if order == tuple(range(len(shape))) else order
         return Shard(shape, elements=span, order=order_or_none, cut=self._of(parameter.numel()))
 

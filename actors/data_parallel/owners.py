@@ -1,4 +1,4 @@
-"""The owners of parameters: for each parameter, the one of its replicas that updates it."""
+"""The parameter servers that own parameters, and the replicas that have no owner beside them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Owners:
-    """The owners of the parameters of one pipeline rank, by number.
+    """Who updates the parameters of one pipeline rank, by number.
 
-    The owners of weights that all replicas hold come first, then those of experts that are divided over actors. An
-    owner of experts denotes one actor in each group of replicas of experts.
+    A parameter server owns whole parameters. Without servers, all replicas that hold the same parameters have one
+    number: 0 those of weights that all replicas hold, and the next one those of experts that are divided over actors.
 
     Attributes:
-        of: The owner of each parameter of the model, by logical name. For experts, only the entries of the experts on
-            this actor's part of the mesh are valid.
-        own: Numbers of the owners that are this actor.
-        num_dense: Number of owners of weights that all replicas hold.
-        count: Number of all owners.
+        of: The number of each parameter of the model, by logical name.
+        own: The numbers of which this actor is one.
+        num_dense: How many there are for weights that all replicas hold: one, or one for each server.
+        count: How many there are.
         experts: Logical names of the experts' parameters, if experts are divided over actors.
     """
 
@@ -29,31 +28,27 @@ class Owners:
     count: int
     experts: frozenset[str]
 
-    def rank(self, name: str) -> int:
-        """Return the rank of a parameter's owner in the group of replicas that divide such parameters."""
-        return self.of[name] - (self.num_dense if name in self.experts else 0)
-
     def is_own(self, name: str) -> bool:
-        """Return whether this actor updates a parameter; no actor updates a frozen one."""
+        """Return whether this actor updates a parameter, or a part of it; no actor updates a frozen one."""
         return self.of.get(name) in self.own
 
 
 def share_out(sizes: Mapping[str, int], owners: int) -> dict[str, int]:
-    """Assign each parameter to an owner so that the owners have about the same number of bytes.
+    """Assign each parameter to a server so that the servers have about the same number of bytes.
 
-    Parameters are assigned whole, the largest first, each to the owner with the fewest bytes so far.
+    Parameters are assigned whole, the largest first, each to the server with the fewest bytes so far.
 
     Args:
         sizes: Size of each parameter in bytes, by logical name.
-        owners: Number of owners.
+        owners: Number of servers.
 
     Returns:
-        The index of each parameter's owner, by logical name.
+        The index of each parameter's server, by logical name.
     """
     loads = [(0, owner) for owner in range(owners)]
     owner_of = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, owner = loads[0]  # the first of the owners with the fewest bytes
+        load, owner = loads[0]  # the first of the servers with the fewest bytes
         heapq.heapreplace(loads, (load + sizes[name], owner))
         owner_of[name] = owner
     return owner_of

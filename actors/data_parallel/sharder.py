@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.cut_layout import ReplicaCut
-from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.data_parallel.units import Unit
 from raypar.actors.machine.high_water import HighWater
@@ -36,9 +35,8 @@ class Sharder:
         make: Builds the layers with these indices, with their initial weights, and adds them to ``modules``.
         modules: The layers that are built, by index.
         same: For each copy of a tied weight that shares the memory of a parameter of this actor, that parameter.
-        owners: Who updates each parameter.
-        cuts: How replicas divide the elements of parameters, by logical name; those that one replica has whole, its
-            owner, are missing.
+        experts: Logical names of the experts' parameters, if experts are divided over actors.
+        cuts: How replicas divide the elements of parameters, by logical name; those that are not divided are missing.
         spans: Names of the tensors whose initial values ``make`` knows only in this actor's spans, as they are drawn.
         groups: The actor's groups by key: "gather" has the replicas among which parameters are sharded, "edp.gather"
             those of experts that are divided over actors. Without a group, each actor has all of the parameters.
@@ -59,7 +57,7 @@ class Sharder:
     make: Callable[[Sequence[int]], None]
     modules: Mapping[int, nn.Module]
     same: Mapping[str, str]
-    owners: Owners
+    experts: Set[str]
     cuts: Mapping[str, ReplicaCut]
     spans: Set[str]
     groups: Mapping[str, Group]
@@ -84,7 +82,7 @@ class Sharder:
             initial = self._built(members)
             own: dict[str, nn.Parameter] = {}
             tied = [self._sort(index, own, initial) for index in members]
-            experts = {name: own.pop(name) for name in own.keys() & self.owners.experts}
+            experts = {name: own.pop(name) for name in own.keys() & self.experts}
             if "edp.gather" not in self.groups and not self.shard_storage.is_off_device:
                 self._keep(experts, initial)  # no other actor has them
                 experts = {}
@@ -119,35 +117,29 @@ class Sharder:
         if not self.precision.is_half:
             return {}
         named = ((self.model.names[index], self.modules[index].named_parameters()) for index in members)
-        weights = {f"{layer}.{inner}": parameter.detach() for layer, inside in named for inner, parameter in inside}
-        updated = {name: self._updated(name, weight) for name, weight in weights.items()}
-        del weights  # so that the cast frees the memory of the others
+        weights = {f"{layer}.{inner}": parameter for layer, inside in named for inner, parameter in inside}
+        learning = {name: one.detach() for name, one in weights.items() if one.requires_grad and name not in self.same}
+        updated = {name: self._updated(name, weight) for name, weight in learning.items()}
+        del weights, learning  # so that the cast frees the memory of the others
         cast(modules, dtype_of(self.precision.compute), dtype_of(self.precision.reduce))
         return {name: weight for name, weight in updated.items() if weight is not None}
 
     def _updated(self, name: str, weight: Tensor) -> Tensor | None:
         """Return what this actor updates of a weight: the weight, or a copy of a span; None for nothing of it."""
         if name not in self.cuts:
-            return weight if self.owners.is_own(name) else None
+            return weight
         part = self.cuts[name].shard(weight)
         return None if part is None else part.take(weight).clone()
 
     def _unit(self, parameters: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> Unit:
         """Shard parameters that the same actors hold as a unit, and create the masters of what this actor updates."""
-        group = self.groups.get("gather" if self.owners.experts.isdisjoint(parameters) else "edp.gather")
-        owned = {name: self._owned(name, group) for name in parameters if group is None or name not in self.cuts}
-        cuts = {name: owned.get(name) or self.cuts[name] for name in parameters}
+        group = self.groups.get("gather" if self.experts.isdisjoint(parameters) else "edp.gather")
+        cuts = dict.fromkeys(parameters, ReplicaCut(0, 0, 1)) if group is None else self.cuts
         spans = {name for name in parameters if self.model.originals.get(name, name) in self.spans}
         unit = Unit(parameters, cuts, group, self.shard_storage, self.gathered, spans)
         self.parts |= unit.parts
         self._keep(unit.shards, initial)
         return unit
-
-    def _owned(self, name: str, group: Group | None) -> ReplicaCut:
-        """Return how replicas divide a parameter of which one of them, its owner, has the whole."""
-        if group is None:
-            return ReplicaCut(0, 0, 1, is_whole=True)
-        return ReplicaCut(self.owners.rank(name), group.rank, group.size, is_whole=True)
 
     def _keep(self, shards: Mapping[str, nn.Parameter], initial: Mapping[str, Tensor]) -> None:
         """Keep shards, or parameters that are always whole, and create the masters of what this actor updates."""
@@ -161,7 +153,7 @@ class Sharder:
     def _own(self, name: str, whole: nn.Parameter) -> nn.Parameter | None:
         """Return what this actor updates of a parameter that it keeps whole; None for nothing of it."""
         if name not in self.cuts:
-            return whole if self.owners.is_own(name) else None
+            return whole
         part = self.cuts[name].shard(whole)
         if part is None:
             return None

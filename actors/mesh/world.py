@@ -37,14 +37,12 @@ class World:
         servers: Parameter servers per pipeline rank; 0 for none.
         zero: The ZeRO level: replicas share the update (1), also gradients (2), also weights (3), or nothing (0).
         offload: The tensors that workers store off their devices: the optimizer's, also the layers' weights, or none.
-        cuts: Whether replicas that share the update divide the elements of every weight; else they divide the weights.
     """
 
     mesh: Mesh
     servers: int = 0
     zero: Zero = 0
     offload: Offload = "none"
-    cuts: bool = False
 
     @classmethod
     def of(
@@ -100,12 +98,12 @@ class World:
 
     @property
     def sharded(self) -> bool:
-        """Whether each replica owns a part of the weights, which it updates."""
+        """Whether each replica updates a part of every weight."""
         return self.zero > 0
 
     @property
     def gathers(self) -> bool:
-        """Whether workers hold only the weights that they own, and gather all others temporarily."""
+        """Whether workers hold only their parts of weights, and gather whole weights temporarily."""
         return self.zero == 3
 
     @property
@@ -120,7 +118,7 @@ class World:
 
     @property
     def owners(self) -> int:
-        """Number of actors (servers or replicas) among which the update of a pipeline rank's weights is divided."""
+        """Number of actors among which the update of a pipeline rank's weights is divided: of servers or replicas."""
         return self.servers or (self.mesh.shards if self.sharded else 1)
 
     @property
@@ -171,12 +169,13 @@ class World:
         return (at["dp"] * self.mesh.cp + at["cp"]) // self.mesh.shards if self.hybrid else 0
 
     def owner_rank(self, pp: int, owner: int, rank: int) -> int:
-        """Return the rank, within the group of all updaters, of one owner of a pipeline rank.
+        """Return the rank, within the group of all updaters, of a server or replica of a pipeline rank.
 
         Args:
             pp: The pipeline rank.
-            owner: The owner. Ignored without sharding: every replica updates all weights.
-            rank: A worker on the owner's tensor rank; without sharding, the replica itself.
+            owner: The index of the server, or of the replica among those that share the update. Ignored if every
+                replica updates all weights.
+            rank: A worker on the same tensor rank; if every replica updates all weights, the replica itself.
         """
         if not self.mesh.divides_experts:
             return pp * self.owners + owner

@@ -56,7 +56,7 @@ class ParameterUpdate(Protocol):
 
 @dataclass(eq=False)
 class Updater:
-    """Optimizer of the parameters that one actor owns. All actors that own parts of the model step together.
+    """Optimizer of what one actor updates. All actors that update parts of the model step together.
 
     Attributes:
         masters: The weights that this actor updates.

@@ -103,7 +103,7 @@ def initial_seconds(sized: SizedRun, rate: float) -> float:
         for count, tensor_ranks, members, trained in (alike, apart):
             drawn = count / members  # this actor's share: count x tensor_ranks values of tensor_ranks x members actors
             slices = drawn * (tensor_ranks - 1) / tensor_ranks
-            whole = count - trained if world.cuts and world.gathers else count
+            whole = count - trained if world.gathers else count
             spans = (count - whole) / members
             received = slices + (whole + spans) * (members - 1) / members
             seconds += drawn * DRAW + _FP32 * received / rate

@@ -121,7 +121,7 @@ class Traffic:
         gathers: Number of gathers of its weights.
         reductions: Number of reductions of its gradients.
         gathered_bytes: Bytes of weights that arrive at each replica.
-        reduced_bytes: Bytes of gradients that leave each replica for their owners.
+        reduced_bytes: Bytes of gradients that leave each replica for those that get the sums.
     """
 
     gathers: int

@@ -75,11 +75,11 @@ def build_part(
     ties, same = ties_of(model, ranks_of_layers(model, run.split, train))
     if world.is_expert(plan.rank):
         same = {}  # it has none of the layers that share weights
-    owners = owners_of(plan, model, groups, server)
+    owners = owners_of(plan, model, server)
     storage = storage_of(device.device, run.offload_folder, world.label(plan.rank), apart=run.offload != "none")
     cuts, parallelize = cuts_of(plan, model, groups), parallelizer.parallelize if axes else unsharded
     layers = LayerMaker(plan, device, storage, groups, model, parallelize, cuts)
-    layers.make({number: parts[number] for number in own}, owners, same)
+    layers.make({number: parts[number] for number in own}, owners.experts, same)
     overflow, record = overflow_watch(plan, model, parallelizer), RouterRecord()
     first = 0 if run.mesh.divides_experts else first_learning(model, parts)  # experts exchange gradients in any case
     stages = _stages_of(layers, parts, parallelizer, overflow, record, first)

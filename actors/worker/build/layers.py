@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.cut_layout import ReplicaCut
-from raypar.actors.data_parallel.owners import Owners
 from raypar.actors.data_parallel.sharder import Sharder
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.errors import first_line
@@ -58,12 +57,12 @@ class LayerMaker:
     _sharder: Sharder | None = None
     _draws: SharedDraws | None = None
 
-    def make(self, parts: Mapping[int, Sequence[int]], owners: Owners, same: dict[str, str]) -> None:
+    def make(self, parts: Mapping[int, Sequence[int]], experts: Set[str], same: dict[str, str]) -> None:
         """Create the layers of stages.
 
         Args:
             parts: The indices of the layers of each stage, by its number.
-            owners: The owner of each parameter, which updates it.
+            experts: Logical names of the experts' parameters, if experts are divided over actors.
             same: For each copy of a tied weight that needs no memory, the parameter whose memory it shares.
         """
         every = [index for part in parts.values() for index in part]
@@ -75,7 +74,7 @@ class LayerMaker:
                 make=self._some,
                 modules=self.modules,
                 same=same,
-                owners=owners,
+                experts=experts,
                 cuts=self.cuts,
                 spans=self._draws.spans,
                 groups=self.groups,

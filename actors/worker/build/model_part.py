@@ -1,4 +1,4 @@
-"""One actor's part of a model: its stages, its parameters, and their owners."""
+"""One actor's part of a model: its stages, its parameters, and who updates them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class ModelPart:
         stages: The actor's stages by number.
         parameters: Trainable parameters by logical name; a tied weight of several layers here is listed once.
         masters: The weights that this actor updates.
-        owners: The owner of each parameter of the model, which updates it.
+        owners: Who updates each parameter of the model.
         cuts: How replicas divide the elements of parameters, by logical name; those that are not divided are missing.
         parts: The spans that this actor updates of these parameters, in the parameters as the actor holds them.
-        ties: Ties between pipeline ranks; their ranks are those of the owners in the group of all updaters.
+        ties: Ties between pipeline ranks; their ranks are those of who updates the ends, in the group of all updaters.
         shards: This actor's part of each sharded parameter, by logical name.
         partial: Groups over which a parameter's gradient is partial, by logical name: see Parallelizer.
         outputs: Sharding of the outputs of layers and of some modules in them, by logical name.
@@ -76,7 +76,7 @@ class ModelPart:
 
     @property
     def kept(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the actor always keeps, by logical name: with ZeRO stage 3, those that it owns."""
+        """The parameters that the actor always keeps, by logical name: with ZeRO stage 3, those of its shards."""
         if self.gathers:
             return self.masters.parameters
         return self.layer_shards if self.weights else self.parameters
@@ -110,14 +110,14 @@ class ModelPart:
             self.gathered.begin()
 
     def digests(self, owner: int) -> list[bytes]:
-        """Return digests of the initial values of the parameters that one owner updates."""
+        """Return digests of the initial values of the parameters with one number of ``owners``."""
         if not self.weights:
             return [digest(self.share(owner))]
         digests = digests_of(unit for weights in self.weights.values() for unit in weights.units)
         return [one for name, one in digests.items() if self.owners.of[name] == owner]
 
     def share(self, owner: int) -> dict[str, nn.Parameter]:
-        """Return the parameters that one owner updates, by logical name."""
+        """Return the parameters with one number of ``owners``, by logical name."""
         return {name: p for name, p in self.parameters.items() if self.owners.of[name] == owner}
 
     def fixed(self) -> dict[str, Tensor]:

@@ -1,6 +1,4 @@
-"""The sum of gradients over replicas and the update: buckets, channels to the owners of weights, and the updater,
-of this actor or of parameter servers.
-"""
+"""The sum of gradients over replicas and the update: buckets, channels, and the updater of this actor or of servers."""
 
 from __future__ import annotations
 
@@ -200,7 +198,7 @@ def _cut_matrices(context: RankContext, part: ModelPart) -> list[CutMatrices]:
 
 
 def channels_of(context: RankContext) -> list[Channel]:
-    """Create the channels that gradients are summed over, for replicas or parameter servers: one for each owner."""
+    """Create the channels that gradients are summed over, one for each parameter server, or for all replicas."""
     groups, world = context.groups, context.world
     if world.servers:
         servers = [groups[f"ps{index}"] for index in range(world.servers)]

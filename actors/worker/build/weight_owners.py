@@ -1,4 +1,4 @@
-"""The owners of the parameters of a model: the actors that update its weights, and those of divided experts."""
+"""Who updates the parameters of a model: parameter servers, or replicas that divide each or update all."""
 
 from __future__ import annotations
 
@@ -11,44 +11,28 @@ from raypar.actors.data_parallel.owners import Owners, share_out
 from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends, Tie, ties_of
 from raypar.actors.sharding import first_ranks
-from raypar.actors.specs.moe import orders_of
 from raypar.actors.specs.types import Split
 from raypar.actors.tensors import nbytes
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.schedules.schedule import Schedule
 
 
-def owners_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group], server: int | None = None) -> Owners:
-    """Return the owners of the parameters of an actor's pipeline rank.
+def owners_of(plan: ActorPlan, model: Model, server: int | None = None) -> Owners:
+    """Return who updates the parameters of an actor's pipeline rank: each server some of them, or replicas together.
 
     Args:
         plan: The actor's plan.
         model: The model.
-        groups: The actor's groups by key.
         server: The index of a parameter server among those of its pipeline rank; None for a worker.
     """
-    world, found, orders = plan.world, dict[str, int](), orders_of(plan.run.expert_order)
-    dense, experts = world.dense, world.experts
-    names = frozenset(model.experts if experts is not None else ())
-    if world.cuts:  # every replica updates a part of every parameter
-        every = (name for sizes in sizes_of(model, plan.run.split, plan.programs["train"]).values() for name in sizes)
-        kinds = 1 if experts is None else 2
-        return Owners({name: int(name in names) for name in every}, frozenset(range(kinds)), 1, kinds, names)
+    world, found = plan.world, dict[str, int]()
+    num_dense = world.servers or 1
+    experts = frozenset(model.experts if world.experts is not None else ())
     for sizes in sizes_of(model, plan.run.split, plan.programs["train"]).values():
-        found |= share_out({name: size for name, size in sizes.items() if name not in names}, dense.owners)
-        parts = defaultdict[int, dict[str, int]](dict)
-        for name in names & sizes.keys():
-            parts[model.experts[name].part(world.mesh.expert_parts, orders)][name] = sizes[name]
-        for part in parts.values():
-            assert experts is not None
-            found |= {name: dense.owners + owner for name, owner in share_out(part, experts.owners).items()}
-    own = {server or 0}
-    if server is None and world.sharded:
-        own = {groups[dense.shard_key].rank}
-    if experts is not None:
-        shares = world.sharded and experts.shard_key in groups
-        own.add(dense.owners + (groups[experts.shard_key].rank if shares else 0))
-    return Owners(found, frozenset(own), dense.owners, dense.owners + (0 if experts is None else experts.owners), names)
+        found |= share_out({name: size for name, size in sizes.items() if name not in experts}, num_dense)
+        found |= {name: num_dense for name in sizes if name in experts}
+    kinds = {num_dense} if world.experts is not None else set[int]()
+    return Owners(found, frozenset({server or 0} | kinds), num_dense, num_dense + len(kinds), experts)
 
 
 def cuts_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group]) -> dict[str, ReplicaCut]:
@@ -62,7 +46,7 @@ def cuts_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group]) -> dict[
         groups: The actor's groups by key.
     """
     world = plan.world
-    if not world.cuts or world.is_expert(plan.rank):
+    if not world.sharded or world.is_expert(plan.rank):
         return {}
     experts = frozenset(model.experts if world.experts is not None else ())
     originals = {copy: original for original, copy in model.ties}
@@ -91,7 +75,7 @@ def between_updaters(tie: Tie, plan: ActorPlan, owner_of: Mapping[str, int], gro
     Args:
         tie: The tie.
         plan: The actor's plan.
-        owner_of: The owner of each parameter.
+        owner_of: The number of each parameter: see ``Owners``.
         groups: The actor's groups by key.
     """
     world, rank = plan.world, plan.rank
@@ -101,7 +85,7 @@ def between_updaters(tie: Tie, plan: ActorPlan, owner_of: Mapping[str, int], gro
         own = world.at(rank)["tp"] % tp
         return Ends(tie.original, tuple(originals[own::tp]), tie.copy, tuple(copies[own::tp]))
     first, second = owner_of[tie.original], owner_of[tie.copy]
-    if world.cuts and world.dense.shard_key in groups:
+    if world.sharded and world.dense.shard_key in groups:
         first = second = groups[world.dense.shard_key].rank
     original = world.owner_rank(tie.original_rank, first, rank)
     return Ends(tie.original, (original,), tie.copy, (world.owner_rank(tie.copy_rank, second, rank),))

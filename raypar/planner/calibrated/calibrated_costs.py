@@ -136,15 +136,15 @@ def calibrated_costs(sized: SizedRun, calibration: Calibration, cores: int | Non
 def step_seconds(sized: SizedRun, calibration: Calibration) -> float:
     """Return the seconds of a STEP among actors with cores of their own; the arguments are those of
     ``calibrated_costs``."""
-    run, world, counts, schedule = sized
-    owners = world.owners if run.zero != 0 else 1
-    parts = owners if world.sharded else 1  # of a tensor
+    _, world, counts, schedule = sized
+    sharers = world.owners
+    parts = sharers if world.sharded else 1  # of a tensor
     each = [units.num_parts(parts) + units.num_expert_parts(parts) for units in counts.units]
     tensors = max(sum(each[stage] for stage in schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
-    updated, update = max(counts.held) / owners, calibration.update
-    seconds = update.step + tensors / owners * update.tensor + updated * update.parameter
+    updated, update = max(counts.held) / sharers, calibration.update
+    seconds = update.step + tensors / sharers * update.tensor + updated * update.parameter
     seconds += seconds_after_update(sized, _rates(calibration, max(2, world.replicas)))
-    if owners > 1 and not world.gathers:
+    if sharers > 1 and not world.gathers:
         seconds += calibration.beside("shared", max(counts.held))[1]
     return seconds
 

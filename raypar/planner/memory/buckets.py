@@ -32,7 +32,6 @@ class BucketBytes:
         self, world: World, units: Sequence[Units], row: Sequence[Action], *, gradient: int, weight: int, bucket: int
     ) -> None:
         self._row = row
-        self._owners = world.owners + (world.experts.owners if world.experts else 0)
         self._sizes = [gradient * one.whole for one in units]
         self._tensors = [[gradient * size for size in one.largest] for one in units]
         self._bucket = bucket
@@ -40,6 +39,7 @@ class BucketBytes:
         self._full = gradient * (bucket // weight)
         self._usual = [gradient * one.usual for one in units]
         self._kinds = 2 if world.experts else 1
+        self._channels = (world.servers or 1) + self._kinds - 1
         ends = [action.stage for action in row if action.op is Op.REDUCE_GRAD]
         self.waits = any(count > 1 for counts in self._rounds().values() for count in counts)
         self.has_buckets = world.reduces and (world.frees_buckets or len(set(ends)) < len(ends))
@@ -84,8 +84,8 @@ class BucketBytes:
             most = max((sum(in_turn[at : at + UNDER_WAY + 1]) for at in range(len(in_turn))), default=0)
             largest = max(self._tensors[stage], default=0)
             return min(open_too + most, most_in_buckets(largest, self._usual[stage], self._full))
-        bucket = min(self._bucket, -(-size // self._owners))
-        count = self._owners + UNDER_WAY
+        bucket = min(self._bucket, -(-size // self._channels))
+        count = self._channels + UNDER_WAY
         alone = [tensor for tensor in self._tensors[stage][:count] if tensor > self._bucket]
         passing = sum(alone) + (count - len(alone)) * bucket
         return passing if rounds > 1 and not alone else min(size, passing)

@@ -188,7 +188,7 @@ def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = Non
     for rank, (count, state) in enumerate(zip(counts.held, states_of(run, counts), strict=True)):
         experts = counts.experts[rank] if counts.experts else 0
         in_buckets = buckets_of[rank].has_buckets
-        own, own_state = _owned(sized, rank, state)
+        own, own_state = _updated(sized, rank, state)
         apart = own if world.hybrid else 0  # the sums that copies of the shards add up
         summed = own if world.sharded and in_buckets else count + apart
         gradients = each.gradient * summed if world.offload == "none" else 0
@@ -259,7 +259,7 @@ def _of_matrices(sized: SizedRun, largest: int) -> int:
     return 9 * ELEMENT_BYTES[optim.precision] * largest if sized.world.sharded and isinstance(optim, Muon) else 0
 
 
-def _owned(sized: SizedRun, rank: int, state: int) -> tuple[int, int]:
+def _updated(sized: SizedRun, rank: int, state: int) -> tuple[int, int]:
     """Return what the worker that updates most of a pipeline rank updates: parameters, and elements of their state.
 
     Args:
@@ -276,7 +276,7 @@ def _owned(sized: SizedRun, rank: int, state: int) -> tuple[int, int]:
 
 
 def _nth_part(world: World, count: int, experts: int) -> int:
-    """Return the part of an owner if all have as much.
+    """Return the part of each actor among which the update is divided, if all have as much.
 
     Args:
         world: The ranks of the run.

@@ -47,7 +47,7 @@ def need_of(paper: StepModel) -> Need:
 def _need_at(paper: StepModel, rank: int) -> Need:
     """Return what an actor of a pipeline rank needs."""
     run, world, held = paper.run, paper.world, paper.held_on(rank)
-    each, own = element_bytes(run), paper.replicas.owned(held)
+    each, own = element_bytes(run), paper.replicas.updated(held)
     weights = each.weight * (own if world.gathers else held.all)
     if world.gathers:
         weights += each.weight * max(_two_units(paper, stage) for stage in paper.stages_on(rank))
@@ -63,7 +63,7 @@ def _need_at(paper: StepModel, rank: int) -> Need:
 
 
 def _gradients(paper: StepModel, rank: int, own: float) -> float:
-    """Return the bytes of gradients and of buckets with them, of which the actor owns so many.
+    """Return the bytes of gradients and of buckets with them, of whose sums the actor gets so many.
 
     Those that go to host memory are all in buckets until the end of a step, if replicas sum them only then.
     """

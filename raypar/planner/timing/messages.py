@@ -194,7 +194,7 @@ class ReplicaMessages:
             )
         return seconds
 
-    def owned(self, held: StageParameters) -> float:
+    def updated(self, held: StageParameters) -> float:
         """Return how many of a rank's parameters an actor updates."""
         if not self._world.sharded:
             return held.all

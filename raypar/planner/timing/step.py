@@ -125,7 +125,7 @@ class StepModel:
     def update(self, rank: int) -> float:
         """Return the seconds of the update of a pipeline rank, and of the messages after it."""
         held = self.held_on(rank)
-        moved = update_bytes(element_bytes(self.run), self.run.optim.states) * self.replicas.owned(held)
+        moved = update_bytes(element_bytes(self.run), self.run.optim.states) * self.replicas.updated(held)
         own = moved / Roofline.of(self.cluster.device, half=False).bandwidth
         return own + self.replicas.after_update(held)
 

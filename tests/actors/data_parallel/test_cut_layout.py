@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.data_parallel.cut_layout import CutLayout, ReplicaCut
-from raypar.actors.sharding import block_of, num_blocks
+from raypar.actors.sharding import Shard, block_of, num_blocks
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (1,), (63,), (64,), (65,), (7, 30), (3, 0, 2), (70_001,)]), min_size=1)
 
@@ -81,9 +81,14 @@ def test_the_parts_of_a_parameter_are_in_its_memory_order(tensor):
 
 def test_the_order_of_memory():
     def order(tensor):
-        return ReplicaCut(0, 0, 1).shard(tensor).order
+        return ReplicaCut(0, 0, 2).shard(tensor).order
 
     assert order(torch.randn(2, 3, 4, 5)) is None
     assert order(torch.randn(3, 4).T) == (1, 0)
     assert order(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)) == (0, 2, 3, 1)
     assert order(torch.randn(())) is None
+
+
+def test_an_actor_alone_holds_whole_tensors():
+    assert ReplicaCut(0, 0, 1).shard(torch.randn(3, 4).T) == Shard((4, 3))
+    assert ReplicaCut(0, 0, 1).shard(torch.empty(0, 3)) == Shard((0, 3))

@@ -131,7 +131,7 @@ class Clamped(nn.Module):
 
 
 def test_a_layer_that_writes_into_its_weight_is_named():
-    """The owners' shards would not change."""
+    """The shards would not change."""
     with pytest.raises(ActionError, match=r"layers\.0\.weight is written to.*zero 3"):
         Team(first(Clamped), 1, 2, dp=2, zero=3).step()
 

@@ -16,7 +16,7 @@ WIDTH = 4
 
 
 def equal(count):
-    """Layers whose parameters all have one size, so that owners can hold equally many."""
+    """Layers whose parameters all have one size, so that replicas can hold equally many."""
     return lambda: [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)]
 
 

@@ -138,7 +138,7 @@ def held(worker):
     return sum(unit.num_bytes for unit in units if unit.is_whole)
 
 
-def test_between_steps_an_actor_holds_only_what_it_owns():
+def test_between_steps_an_actor_holds_only_its_parts():
     team = Team(linears(4), 1, 2, dp=2, zero=3, **ADAM)
     team.step(0)
     assert [held(worker) for worker in team.workers] == [0, 0]

@@ -92,7 +92,7 @@ def test_who_updates_agrees_with_those_of_its_own_tensor_rank(world):
     assert {rank for dp in range(world.mesh.dp) for rank in world.replica(dp)} == set(range(0, world.size, tp))
 
 
-def test_the_owners_of_weights_are_the_members_of_their_group_in_its_order():
+def test_who_updates_weights_are_the_members_of_their_group_in_its_order():
     world = World(Mesh(pp=2, dp=2, tp=2), zero=1)
     (mesh,) = [one for one in memberships(world, 3) if one.key == "mesh"]
     assert (mesh.name, mesh.members) == ("mesh/1", (1, 3, 5, 7))

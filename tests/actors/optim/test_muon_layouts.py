@@ -76,7 +76,7 @@ def test_muon_agrees_with_one_process_where_sums_have_another_order(changes):
 
 
 def test_zero_changes_no_bit():
-    """The same sums are updated by one owner or by all replicas."""
+    """The same sums are updated in parts, or by all replicas."""
     outcomes = []
     for zero in (0, 1):
         team = Team.of(run_of(OPTIMIZERS["muon"], mesh=rp.Mesh(dp=2), zero=zero))

@@ -16,13 +16,13 @@ def tiny(**changes):
     return replace(rp.recipe("gpt-tiny"), **(fields | changes))
 
 
-def test_tied_weights_whose_ends_have_owners_in_different_replicas(job_on):
+def test_tied_weights_whose_ends_are_in_parts(job_on):
     run = tiny(schedule="interleaved", microbatches=2)
     verdict = rp.verify(replace(run, model=replace(run.model, tied=True)), job_on(4))
     assert verdict.ok, str(verdict)
 
 
-def test_a_gradient_comes_from_the_owner_of_its_weight(job_of):
+def test_a_gradient_comes_from_all_that_have_parts_of_it(job_of):
     job = job_of(tiny())
     clipped = min(job.run.clip, job.step().grad_norm)
     norms = {name: gradient.norm() for name, gradient in job.gradients().items()}

@@ -63,7 +63,7 @@ def test_snapshots_take_the_memory_that_is_planned(name):
         each = world.mesh.size // run.mesh.pp if not first else (len(keepers) - first) // run.mesh.pp
         for stage, formula in enumerate(formulas):
             found = [size for rank, size in enumerate(measured[first:], first) if world.pp(rank) == stage][:each]
-            most = max(found)  # of equal replicas the first saves all; of owners one has most
+            most = max(found)  # of equal replicas the first saves all; of those that have parts one has most
             assert formula.snapshots == pytest.approx(most, rel=0.03, abs=256)
             assert formula.copies * own == formula.snapshots * copied
         first += world.mesh.size

@@ -58,7 +58,7 @@ def test_formulas_and_measurements_agree_for_a_gpt(mesh, zero):
         assert ("gathered" in figures, "buckets" in figures) == (zero == 3, zero > 1)
 
 
-def test_the_sums_of_all_owners_are_exact():
+def test_the_sums_of_all_parts_are_exact():
     team = Team.of(tiny(mesh=rp.Mesh(dp=2), zero=3))
     team.step(0)
     whole = 4 * sum(weight.numel() for weight in Skeleton(team.run.model, 0).weights.values())
