@@ -29,8 +29,7 @@ from raypar.planner.hardware.data_sheets import DEVICES, LINKS
 from raypar.planner.memory.worker import ActorMemory, worker_memory
 from raypar.planner.prediction import from_flops
 from raypar.planner.search.fit import need_of
-from raypar.planner.sizes.part_sizes import counts_by_rank
-from raypar.planner.sizes.sized_run import SizedRun
+from raypar.planner.sizes.sized_run import SizedRun, counts_by_rank
 from raypar.planner.timing.step import StepModel
 from raypar.planner.traffic import step_traffic
 from tests.support.spans import cut_spans
