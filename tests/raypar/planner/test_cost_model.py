@@ -153,6 +153,15 @@ def test_operations_take_time_of_their_own():
     assert costs.units == 4
 
 
+def test_servers_send_a_message_for_each_bucket():
+    """And one each at least."""
+    fields = {"data_parallel": "parameter_server", "servers": 2}
+    for bucket_mb, messages in ((64.0, 2), (0.1, None)):
+        costs, (whole,), _ = priced(Rates(1e9, 1e6, 0.5), bucket_mb=bucket_mb, **fields)
+        count = messages or whole / (0.1 * 2**20)
+        assert costs.step == pytest.approx(whole / 1e6 + count * 0.5)
+
+
 @pytest.mark.parametrize(("changes", "values"), [({}, 64), ({"precision": Precision("bf16")}, 32), ({"cp": 2}, 32)])
 def test_a_message_between_stages_takes_the_time_of_an_activation(changes, values):
     mesh = Mesh(pp=2, **{axis: changes[axis] for axis in changes.keys() & {"cp"}})

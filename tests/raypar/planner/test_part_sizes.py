@@ -238,3 +238,10 @@ def test_a_search_counts_the_same(level):
         assert need.optimizer == pytest.approx(memory.optimizer, rel=0.01)
         assert need.weights == pytest.approx(memory.weights + memory.gathered, rel=0.01)
         assert need.gradients == pytest.approx(memory.gradients + memory.buckets, rel=0.1)
+
+
+def test_a_search_counts_the_largest_gradient_of_an_actor_alone():
+    cluster = Cluster(DEVICES["a100"], 1, 1, LINKS["nvlink3"], LINKS["ib-hdr"], 8)
+    sized = sized_of(LLAMA_8B, Mesh(), offload="optimizer", precision=BF16)
+    need = need_of(StepModel(sized.run, LLAMA_8B, cluster))
+    assert need.gradients >= 4 * 128_256 * 4096
