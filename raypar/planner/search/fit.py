@@ -50,7 +50,7 @@ def _need_at(paper: StepModel, rank: int) -> Need:
     each, own = element_bytes(run), paper.replicas.updated(held)
     weights = each.weight * (own if world.gathers else held.all)
     if world.gathers:
-        weights += each.weight * max(_two_units(paper, stage) for stage in paper.stages_on(rank))
+        weights += each.weight * max(_gathered(paper, stage) for stage in paper.stages_on(rank))
     kept = _activations(paper, rank)
     kind, away = paper.cluster.device.kind, run.offload != "none"
     return Need(
@@ -94,16 +94,21 @@ def _passing(paper: StepModel, stage: int, usual: float) -> float:
     in_turn = (1 + _UNDER_WAY) * usual
     if 0 < stage < len(paper.held) - 1:
         return in_turn
-    return max(in_turn, element_bytes(paper.run).gradient * _two_units(paper, stage))
+    return max(in_turn, element_bytes(paper.run).gradient * sum(_units(paper, stage)))
 
 
-def _two_units(paper: StepModel, stage: int) -> float:
-    """Return the most parameters of two units of a stage in turn: at an end of the model its vocabulary and a block."""
+def _gathered(paper: StepModel, stage: int) -> float:
+    """Return the most parameters of two units of a stage in turn: two blocks, or the vocabulary and a block."""
+    vocabulary, block = _units(paper, stage)
+    return min(paper.held[stage].all, block + max(block, vocabulary))
+
+
+def _units(paper: StepModel, stage: int) -> tuple[float, float]:
+    """Return the parameters of the vocabulary, 0 if the stage is at no end of the model, and those of a block."""
     model, held = paper.model, paper.held[stage]
     ends = (stage == 0) + (stage == len(paper.held) - 1)
     vocabulary = model.vocab * model.hidden / matrix_ranks(paper.run.mesh)
-    block = max(0.0, held.all - ends * vocabulary) / max(1, held.units - ends)
-    return min(held.all, block + max(block, min(1, ends) * vocabulary))
+    return vocabulary * min(1, ends), max(0.0, held.all - ends * vocabulary) / max(1, held.units - ends)
 
 
 def _activations(paper: StepModel, rank: int) -> float:
