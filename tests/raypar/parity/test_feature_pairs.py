@@ -35,6 +35,7 @@ def first_rows():
     return list(islice(drawn(1).rows(), FIRST_ROWS))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", range(FIRST_ROWS))
 def test_the_first_rows_compute_what_the_oracle_does(first_rows, number):
     assert not differences_of(run_of_row(first_rows[number])), words_of(first_rows[number])
@@ -169,6 +170,7 @@ FOUND = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", FOUND)
 def test_what_rows_of_the_array_have_found(name):
     row = usual(**FOUND[name])

@@ -44,7 +44,7 @@ def recovered(run, actors):
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("size", [16, 64, 128])
+@pytest.mark.parametrize("size", [16, 64, pytest.param(128, marks=pytest.mark.long)])
 def test_of_replicas_with_copies_of_one_state_each_other_node_gets_it_once(size):
     cluster, _ = recovered(run_on(rp.Mesh(dp=size)), size)
     assert cluster.sent == (size // 8 - 1) * STATE
