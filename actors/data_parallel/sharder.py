@@ -46,9 +46,9 @@ class Sharder:
         precision: The run's precision, to which layers are cast before their weights are sharded.
         is_own: Whether the layers are the user's, which may use their weights in unusual ways.
         shards: What this actor keeps of parameters, by logical name, in the dtype in which layers compute.
-        parts: The spans that it updates of parameters that replicas cut, by logical name. If it keeps those whole, the
-            spans are views of what it keeps.
-        updated: What it updates of ``shards``, by logical name.
+        parts: The spans that it updates of parameters that replicas cut, by logical name. Of a parameter that it keeps
+            whole, the span is a view.
+        updated: The part of each of ``shards`` that it updates, by logical name.
         masters: The tensors that the optimizer updates, by logical name: those of ``updated``, or fp32 masters of them.
         gathered: The bytes of units that are whole.
     """

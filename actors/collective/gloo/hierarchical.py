@@ -58,7 +58,7 @@ class HierarchicalGroup(GlooGroup):
         super().__init__(member, PrefixStore("flat", store), device)
         self._num_nodes = len(nodes)
         own = next(index for index, ranks in enumerate(nodes) if member.rank in ranks)
-        self._nodes, self._among = nodes, nodes[own]
+        self._among, self._elsewhere = nodes[own], [*nodes[:own], *nodes[own + 1 :]]
         self._node_cuts = dict[FlatCut, FlatCut]()
         among = self._among
         if len(among) > 1:
@@ -96,11 +96,8 @@ class HierarchicalGroup(GlooGroup):
         if not self._is_large(flat):
             return super()._all_gather_cut(flat, part, cut)
         index = self._among.index(self.rank)
-        elsewhere = [ranks for ranks in self._nodes if self.rank not in ranks]
-        to = [ranks[index % len(ranks)] for ranks in elsewhere]
-        across = self._gather_cut(
-            flat, part, cut, to, [rank for ranks in elsewhere for rank in self._taken(ranks, index)]
-        )
+        to = [ranks[index % len(ranks)] for ranks in self._elsewhere]
+        across = self._gather_cut(flat, part, cut, to, self._taken(index))
 
         def share() -> None:
             across(NEVER)
@@ -109,18 +106,14 @@ class HierarchicalGroup(GlooGroup):
 
         return self._on_thread(share)
 
-    def _taken(self, ranks: Sequence[int], index: int) -> Sequence[int]:
-        """Return the ranks of another node whose parts a member of this node takes, given its index here."""
-        return ranks[index :: len(self._among)]
+    def _taken(self, index: int) -> list[int]:
+        """Return the ranks of other nodes whose parts a member of this node takes, given its index here."""
+        return [rank for ranks in self._elsewhere for rank in ranks[index :: len(self._among)]]
 
     def _node_cut(self, cut: FlatCut) -> FlatCut:
         """Return what each member of this node has of a tensor once its part has come, and those that it takes."""
         if cut not in self._node_cuts:
-            elsewhere = [ranks for ranks in self._nodes if self.rank not in ranks]
-            have = [
-                [rank, *(other for ranks in elsewhere for other in self._taken(ranks, index))]
-                for index, rank in enumerate(self._among)
-            ]
+            have = [[rank, *self._taken(index)] for index, rank in enumerate(self._among)]
             spans = (tuple(sorted(span for rank in ranks for span in cut.spans[rank])) for ranks in have)
             self._node_cuts[cut] = FlatCut(tuple(spans))
         return self._node_cuts[cut]

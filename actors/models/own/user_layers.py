@@ -91,9 +91,8 @@ class LayersModel(Model):
             ops = self._random.get(tensor, frozenset())
             joined = {name: one for op in sorted(ops) for name, one in found.get(op, {}).items()}
             joined[self._first_names[tensor]] = tensor
-            ops = (
-                ops.union(op for op, tensors in found.items() if not joined.keys().isdisjoint(tensors)) if ops else ops
-            )
+            if ops:
+                ops = ops.union(op for op, tensors in found.items() if not joined.keys().isdisjoint(tensors))
             found |= dict.fromkeys(ops, joined)
         return list({id(tensors): tensors for tensors in found.values()}.values())
 

@@ -219,11 +219,8 @@ def _alone(tensor: Tensor, *, copies: bool = True) -> Tensor:
     """
     if tensor.is_meta:
         return host_like(tensor)
-    return (
-        tensor.clone()
-        if copies or tensor.numel() < tensor.untyped_storage().nbytes() // tensor.element_size()
-        else tensor
-    )
+    is_alone = tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    return tensor if is_alone and not copies else tensor.clone()
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

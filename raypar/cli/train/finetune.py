@@ -11,6 +11,7 @@ from raypar.actors.data.examples.example_sets import missing_files
 from raypar.actors.specs.data import Examples
 from raypar.actors.specs.lora import Lora
 from raypar.actors.specs.model import Llama
+from raypar.actors.specs.run import Run
 from raypar.cli.train.train import DryRunOutcome, Finished, TrainArgs, convert_data, train
 from raypar.cli.words.examples import named_examples
 from raypar.cli.words.flags import HELP
@@ -60,17 +61,15 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
     if folder is None:
         faults.append(f"--model is missing, the folder of a model of Hugging Face: {_USAGE}")
     left = left[len(named) :]
-    of_flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": shown}).wrong
-    wrong = [one.text for one in of_flags if not one.path.startswith("model.")]  # those depend on the folder
     if faults or folder is None:
-        raise ConfigError([*faults, *wrong])
+        raise ConfigError([*faults, *_flag_faults(left, shown)])
     full = [word.lower() for word in left]
     adapters = "--model.lora=none" not in full and ("--model.lora", "none") not in pairwise(full)
     try:
         start = finetuning(path, folder, adapters=adapters)
     except ConfigError as error:
         missing = (f"data.{fault}" for fault in missing_files(Examples(path)))
-        raise ConfigError([*missing, *error.faults, *wrong]) from error
+        raise ConfigError([*missing, *error.faults, *_flag_faults(left, shown)]) from error
     flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
     if flags.wrong:
         return train(left, terminal, start)  # which raises them, with all else that is wrong
@@ -81,6 +80,12 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
     long = lasting(flags.args.run(), steps)
     start = replace(start, optim=replace(start.optim, warmup=long.optim.warmup))
     return train(left, terminal, replace(start, **{name: getattr(long, name) for name in _LASTING}))
+
+
+def _flag_faults(words: Sequence[str], shown: Run) -> list[str]:
+    """Return what is wrong with flags where the model is not known; those of the model depend on its folder."""
+    wrong = parse(TrainArgs, words, "sft", _WHAT, "sft", known={"sft": shown}).wrong
+    return [one.text for one in wrong if not one.path.startswith("model.")]
 
 
 def _taken(words: list[str], flag: str) -> str | None:

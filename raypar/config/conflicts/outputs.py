@@ -30,6 +30,7 @@ from raypar.paths import (
     TRACE,
     TRAINING_FILES,
     absolute,
+    checkpoints,
     holds_run,
     is_aside,
     run_folder_of,
@@ -194,15 +195,9 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
             yield "holds a run that is under way: end that one first, or give another folder"
         elif taken:
             fix = "replace it with --overwrite (overwrite=True), or give another folder"
-            if _has_checkpoints(path):
+            if (path / CHECKPOINTS).is_dir() and checkpoints(path / CHECKPOINTS):
                 fix = f"resume it with --resume {path} (in Python launch(run, resume=...)), {fix}"
             yield f"holds a run already ({taken[0]}): {fix}"
-
-
-def _has_checkpoints(path: Path) -> bool:
-    """Return whether a run folder has a checkpoint."""
-    folder = path / CHECKPOINTS
-    return folder.is_dir() and any(step_of(one.name) is not None for one in folder.iterdir())
 
 
 def _file_faults(path: Path) -> Iterator[str]:

@@ -159,7 +159,7 @@ def test_a_disk_that_fails_in_training_is_told_with_the_file_and_the_action(tmp_
         f"the offload file of pp=0 dp=1 in {str(tmp_path)!r}",
         "look at the disk, or give another offload_folder",
     )
-    told = "actor pp=0 dp=1: action {} failed: OffloadError: {} can't be {} (Input/output error): {}"
-    assert second == told.format("STEP", file, "written", fix)
-    assert fourth == sixth == told.format("0UNSHARD", file, "read", fix)
+    message = "actor pp=0 dp=1: action {} failed: OffloadError: {} can't be {} (Input/output error): {}"
+    assert second == message.format("STEP", file, "written", fix)
+    assert fourth == sixth == message.format("0UNSHARD", file, "read", fix)
     assert all("the group was aborted" in line for line in (first, third, fifth))
