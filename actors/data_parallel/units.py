@@ -145,7 +145,10 @@ class _Flat:
         self._members, self._names = list(parameters.values()), list(parameters)
         self.strides = {name: dense_strides(parameter) for name, parameter in parameters.items()}
         like = self._members[0]
-        self._shard = storage.empty(layout.count, like.dtype)
+        if group is None or storage.is_off_device:
+            self._shard = storage.empty(layout.count, like.dtype)
+        else:
+            self._shard = group.empty(layout.count, like.dtype)  # the other replicas may read it in place
         self._flat = FlatMemory(layout.elements, like.dtype, like.device)
         self._whole = [
             self._flat.tensor.as_strided(parameter.shape, self.strides[name], layout.starts[name])

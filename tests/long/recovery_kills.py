@@ -36,6 +36,15 @@ LAYOUTS = {
     "tp2": rp.Run(model=DENSE, mesh=rp.Mesh(tp=2)),
     "dp2-zero3": rp.Run(model=DENSE, mesh=rp.Mesh(dp=2), zero=3),
     "expert-actors": rp.Run(model=EXPERTS, mesh=rp.Mesh(dp=2, expert_actors=2)),
+    "dp3-zero1": rp.Run(model=DENSE, mesh=rp.Mesh(dp=3), zero=1, ema=0.9),
+    "dp2-zero1-muon": rp.Run(model=DENSE, mesh=rp.Mesh(dp=2), zero=1, optim=rp.Muon()),
+    "pp2-dp2-zero2": rp.Run(model=DENSE, mesh=rp.Mesh(pp=2, dp=2), zero=2, schedule="interleaved"),
+    "dp4-hybrid-zero3": rp.Run(model=DENSE, mesh=rp.Mesh(dp=4, shard=2), zero=3),
+    "tp2-dp2-zero3": rp.Run(model=DENSE, mesh=rp.Mesh(tp=2, dp=2), zero=3),
+    "ep2-zero2": rp.Run(model=EXPERTS, mesh=rp.Mesh(dp=2, ep=2), zero=2),
+    "dp2-zero3-bf16": rp.Run(model=DENSE, mesh=rp.Mesh(dp=2), zero=3, precision=rp.Precision("bf16")),
+    "dp2-zero2-offload": rp.Run(model=DENSE, mesh=rp.Mesh(dp=2), zero=2, offload="optimizer"),
+    "cp2-zero1": rp.Run(model=DENSE, mesh=rp.Mesh(cp=2), zero=1),
 }
 
 

@@ -57,7 +57,8 @@ class Layouts:
     def _fewer(self) -> dict[int, int]:
         """The numbers of replicas that it may go on with, from most to fewest, and the actors that each needs."""
         run = self.whole.run
-        ways = [dp for dp in range(run.mesh.dp - 1, run.min_dp - 1, -1) if run.mesh.dp % dp == 0]
+        every = run.mesh.dp * run.microbatches  # of a step
+        ways = [dp for dp in range(run.mesh.dp - 1, run.min_dp - 1, -1) if every % dp == 0]
         return {dp: world_of(with_replicas(run, dp)).size for dp in ways}
 
     def largest(self, actors: int) -> Layout | None:
@@ -78,7 +79,10 @@ class Layouts:
             if isinstance(found, ConfigError):
                 return f"it can't go on with mesh.dp {dp}: {'; '.join(found.faults)}"
         if not self._fewer:
-            return f"no smaller number of replicas, from min_dp {run.min_dp} on, divides the {run.mesh.dp}"
+            of_step = run.mesh.dp * run.microbatches
+            return (
+                f"no smaller number of replicas, from min_dp {run.min_dp} on, divides a step's {of_step} microbatches"
+            )
         return f"there are too few actors to go on with {min(self._fewer)} of {run.mesh.dp} replicas"
 
     def _with(self, dp: int) -> Layout | ConfigError:
@@ -102,7 +106,7 @@ def with_replicas(run: Run, dp: int) -> Run:
 
     Args:
         run: The run.
-        dp: Number of replicas, a divisor of the run's.
+        dp: Number of replicas, which divides the microbatches of all replicas together.
     """
     mesh = _with_dp(run.mesh, dp)
     changes: dict[str, object] = {"mesh": mesh, "microbatches": run.microbatches * run.mesh.dp // dp}

@@ -171,12 +171,13 @@ def test_a_layout_reads_every_bit_that_another_has_written(here, there, tmp_path
     equal(found, wanted)
 
 
-def test_a_run_shrinks_and_grows_with_the_losses_of_one_that_does_not():
-    run = replace(RUN, **on(1, dp=4), ema=None)
+@pytest.mark.parametrize(("zero", "fewer"), [(1, 2), (1, 3), (2, 3), (3, 3)])
+def test_a_run_shrinks_and_grows_with_the_losses_of_one_that_does_not(zero, fewer):
+    run = replace(RUN, **on(zero, dp=4), ema=None)
     whole, team = Team.of(run), Team.of(run)
-    for step, dp in enumerate((4, 2, 4)):
+    for step, dp in enumerate((4, fewer, 4)):
         if dp != team.run.mesh.dp:
-            team, moves, _ = relaid(team, replace(run, **on(1, dp=dp)))
+            team, moves, _ = relaid(team, replace(run, **on(zero, dp=dp)))
             assert any(move.is_sent for move in moves)
         team.step(step)
         whole.step(step)

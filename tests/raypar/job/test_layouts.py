@@ -38,7 +38,7 @@ def trained(run, steps=3):
 
 
 def data(step, microbatch, dp):
-    assert microbatch < 2 and dp < 4, "as the user's function is made for"
+    assert microbatch < 2 and dp < 6, "as the user's function is made for"
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * microbatch + dp))
     return x, x.sin()
 
@@ -52,6 +52,10 @@ CASES = (
     ("servers", replace(OWN, data_parallel="parameter_server", servers=2), 2),
     ("experts", replace(RUN, model=MOE, mesh=rp.Mesh(dp=4, ep=4)), 2),
     ("expert actors", replace(RUN, model=MOE, mesh=rp.Mesh(dp=4, expert_actors=2)), 1),
+    ("three of four", replace(RUN, zero=1, microbatches=3), 3),
+    ("own data, four of six", replace(OWN, mesh=rp.Mesh(dp=6), zero=2), 4),
+    ("three of four, in groups", replace(RUN, mesh=rp.Mesh(dp=4, shard=2), zero=3, microbatches=3), 3),
+    ("experts, three of four", replace(RUN, model=MOE, mesh=rp.Mesh(dp=4, ep=2), microbatches=3), 3),
 )
 
 
@@ -91,11 +95,22 @@ def test_the_largest_layout_for_so_many_actors():
 
 
 @pytest.mark.parametrize(
+    ("dp", "microbatches", "chosen"), [(4, 3, [4, 3, 2, 1]), (6, 2, [6, 4, 4, 3, 2, 1]), (3, 2, [3, 2, 1])]
+)
+def test_replicas_that_are_left_divide_the_microbatches_of_a_step(dp, microbatches, chosen):
+    layouts = layouts_of(replace(RUN, mesh=rp.Mesh(dp=dp), microbatches=microbatches))
+    assert [layouts.largest(actors).run.mesh.dp for actors in range(dp, 0, -1)] == chosen
+
+
+@pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({"mesh": rp.Mesh(pp=2)}, "with mesh.dp 1 it has no replica that it could do without"),
         ({"min_dp": 4}, "min_dp is 4, so it does not go on with fewer replicas"),
-        ({"mesh": rp.Mesh(dp=3), "min_dp": 2}, "no smaller number of replicas, from min_dp 2 on, divides the 3"),
+        (
+            {"mesh": rp.Mesh(dp=3), "min_dp": 2, "microbatches": 3},
+            "no smaller number of replicas, from min_dp 2 on, divides a step's 9 microbatches",
+        ),
     ],
 )
 def test_why_a_run_does_not_go_on_with_fewer_replicas(changes, why):
