@@ -42,6 +42,8 @@ def cases():
     for resident in (1, 2):
         gather = {"zero": 3, "zero_gather": "step", "zero_reduce": "step", "zero_resident": resident}
         yield f"interleaved, {resident} resident", INTERLEAVED | gather
+    for level in range(4):
+        yield f"dp=4, zero {level}", {"zero": level, "mesh": rp.Mesh(dp=4), "microbatches": 2}
     half = {"precision": rp.Precision("bf16")}
     yield "zero 3, bf16", {"zero": 3} | half
     for name, changes in (("fp32", {}), ("bf16", half)):
