@@ -10,6 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.torch_private import copy_each
 from raypar.actors.sharding import Span
 
 
@@ -69,10 +70,8 @@ class FlatCut:
             part: The range, packed.
             start: Its first element, counted in the packed part.
         """
-        at = 0
-        for view in self.views(flat, rank, start, start + part.numel()):
-            view.copy_(part[at : at + view.numel()])
-            at += view.numel()
+        views = self.views(flat, rank, start, start + part.numel())
+        copy_each(views, list(part.split([view.numel() for view in views])))
 
     def packed(self, flat: Tensor) -> Tensor:
         """Return a copy (sum of the counts,) of all parts, packed, in rank order."""

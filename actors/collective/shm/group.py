@@ -13,6 +13,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from raypar.actors.autograd.torch_private import copy_each
 from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
@@ -118,9 +119,8 @@ class ShmGroup(Group):
             receivers = self._others if cut.counts[self.rank] else []
 
             def use(wholes: Parts) -> None:
-                for peer, whole in wholes.items():
-                    for own, other in zip(cut.views(flat, peer), cut.views(whole, peer), strict=True):
-                        own.copy_(other)
+                targets = [view for peer in wholes for view in cut.views(flat, peer)]
+                copy_each(targets, [view for peer, whole in wholes.items() for view in cut.views(whole, peer)])
 
             return self._swap_flat(flat, receivers, senders, use)
         if part is None:
