@@ -48,15 +48,31 @@ class ElementCut:
     The first span belongs to rank ``first``, the next ones to the ranks after it, and after the last rank comes rank 0.
     The first spans have one block more where the blocks can't be divided evenly. The last block may be short.
 
+    Of several copies, all ranks of one come first, then those of the next. The ranks of a copy divide the tensor, and
+    the ranks with the same position in their copies divide its span among them likewise. If ``first`` is the number of
+    blocks before the tensor, as in ``first_ranks``, surplus blocks go round all ranks of all copies.
+
     Attributes:
         block: Elements of a block.
-        first: Rank that has the beginning of the tensor, from 0 to size - 1.
-        size: Number of ranks, 1 or more.
+        first: Rank that has the beginning of the tensor, from 0 to num_ranks - 1.
+        size: Number of ranks of a copy, 1 or more.
+        copies: Number of copies, 1 or more.
     """
 
     block: Annotated[int, Ge(1), Le(1 << 48)]
     first: Annotated[int, Ge(0)]
     size: Annotated[int, Ge(1), Le(MAX_RANKS)]
+    copies: Annotated[int, Ge(1), Le(MAX_RANKS)] = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all copies."""
+        return self.size * self.copies
+
+    @property
+    def of_one_copy(self) -> ElementCut:
+        """The division among the ranks of one copy, which hold the spans that copies divide."""
+        return ElementCut(self.block, self.first % self.size, self.size)
 
     def span(self, elements: int, rank: int) -> Span | None:
         """Return the span of a rank; None if it holds nothing. The first rank holds the empty span of no elements.
@@ -65,6 +81,12 @@ class ElementCut:
             elements: Elements of the tensor.
             rank: The rank.
         """
+        if self.copies > 1:
+            copy, own = divmod(rank, self.size)
+            if (held := self.of_one_copy.span(elements, own)) is None:
+                return None
+            span = self._among_copies(own).span(held[1] - held[0], copy)
+            return None if span is None else (held[0] + span[0], held[0] + span[1])
         position, blocks = (rank - self.first) % self.size, -(-elements // self.block)
         if position >= max(1, min(self.size, blocks)):
             return None
@@ -80,6 +102,14 @@ class ElementCut:
             span: The span; the empty one at the beginning of a tensor belongs to the first rank.
         """
         start, stop = span
+        if self.copies > 1:
+            for own in self.of_one_copy.ranks(elements, span):
+                held = self.of_one_copy.span(elements, own)
+                assert held is not None, "it has an element, or is the first"
+                inside = max(start, held[0]) - held[0], min(stop, held[1]) - held[0]
+                copies = self._among_copies(own).ranks(held[1] - held[0], inside)
+                yield from (copy * self.size + own for copy in copies)
+            return
         base, longer = divmod(-(-elements // self.block), self.size)
         block, before = start // self.block, longer * (base + 1)  # blocks of the longer spans
         position = block // (base + 1) if block < before else longer + (block - before) // max(base, 1)
@@ -89,6 +119,11 @@ class ElementCut:
             at, position = (at + 1) % self.size, position + 1
             if position == self.size:
                 return
+
+    def _among_copies(self, own: int) -> ElementCut:
+        """Return the division of the span of a rank of one copy among the copies."""
+        rounds, rest = divmod(self.first, self.size)
+        return ElementCut(self.block, (rounds + (own < rest)) % self.copies, self.copies)
 
 
 def first_ranks(elements: Mapping[str, int], size: int) -> dict[str, int]:
@@ -300,7 +335,7 @@ class Shard:
         sharding: The slices that the actor's tensor group leaves to it; dims are not negative.
         elements: The span of the elements of these slices that the actor holds, in memory order; None for all.
         order: The dims in memory order, outermost first; None for row-major. It matters for spans only.
-        cut: The division of the elements of the slices of which ``elements`` is one span; None if it is not known.
+        cut: The division of the elements of the slices of which ``elements`` is one span, if the part is stored.
     """
 
     whole: Shape

@@ -104,7 +104,7 @@ class StoredSpans:
     files: Annotated[Mapping[int, str], FileTable]
 
     def __str__(self) -> str:
-        return f"{self.key!r} in spans of {self.cut.size} files"
+        return f"{self.key!r} in spans of {self.cut.num_ranks} files"
 
     @property
     def elements(self) -> int:
@@ -124,8 +124,8 @@ class StoredSpans:
         """Yield what is wrong with the order of the dims and with the cut."""
         if self.order and sorted(self.order) != list(range(len(self.shape))):
             yield f"{self} has the dims in the order {list(self.order)[:10]}, which does not name each once"
-        if self.cut.first >= self.cut.size:
-            yield f"{self} begins at replica {self.cut.first}, and there are {self.cut.size}"
+        if self.cut.first >= self.cut.num_ranks:
+            yield f"{self} begins at replica {self.cut.first}, and there are {self.cut.num_ranks}"
 
 
 AnyStored = Stored | StoredSpans

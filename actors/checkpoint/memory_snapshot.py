@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -325,8 +325,7 @@ def _plain(stored: AnyStored) -> list[object]:
     """Return a slice as plain data for the header of a snapshot; ``_stored_from`` reads it."""
     if isinstance(stored, Stored):
         return [stored.key, stored.offset, stored.shape, stored.file]
-    cut = stored.cut
-    of_spans = [stored.order, [cut.block, cut.first, cut.size], [*stored.files.items()]]
+    of_spans = [stored.order, astuple(stored.cut), [*stored.files.items()]]
     return [stored.key, stored.offset, stored.shape, *of_spans]
 
 

@@ -19,22 +19,28 @@ _ALIGNMENT = 64  # elements: tensors begin at multiples of it, so that the kerne
 class ReplicaCut(NamedTuple):
     """How the replicas of a tensor divide its elements among them: see ``ElementCut``.
 
+    With hybrid sharding each copy of the model is divided among its replicas, and copies divide what they save.
+
     Attributes:
-        first: The rank that has the beginning of the tensor.
-        rank: The rank of this actor in the group of the replicas.
-        size: The number of replicas.
+        first: The rank that has the beginning of the tensor, of the ranks of all copies.
+        rank: The rank of this actor in the group of the replicas of its copy.
+        size: The number of replicas of a copy.
+        copy: The index of this actor's copy.
+        copies: The number of copies.
     """
 
     first: int
     rank: int
     size: int
+    copy: int = 0
+    copies: int = 1
 
     def holders(self, elements: int) -> dict[int, Span]:
         """Return the span of each rank that holds a part of a tensor with this many elements.
 
         Of a tensor without elements, the first rank holds the empty part.
         """
-        cut = self._of(elements)
+        cut = self.stored(elements).of_one_copy
         return {rank: span for rank in range(self.size) if (span := cut.span(elements, rank)) is not None}
 
     def shard(self, parameter: Tensor) -> Shard | None:
@@ -50,10 +56,15 @@ class ReplicaCut(NamedTuple):
             return None
         shape, order = tuple(parameter.shape), memory_order(torch.empty_like(parameter, device="meta"))
         order_or_none = None if order == tuple(range(len(shape))) else order
-        return Shard(shape, elements=span, order=order_or_none, cut=self._of(parameter.numel()))
+        return Shard(shape, elements=span, order=order_or_none)
 
-    def _of(self, elements: int) -> ElementCut:
-        return ElementCut(block_of(elements), self.first, self.size)
+    def stored(self, elements: int) -> ElementCut:
+        """Return the division of a tensor with this many elements among all that store a part of it."""
+        return ElementCut(block_of(elements), self.first, self.size, self.copies)
+
+    def stored_span(self, elements: int) -> Span | None:
+        """Return the span of such a tensor that this actor stores; None if it stores nothing of it."""
+        return self.stored(elements).span(elements, self.copy * self.size + self.rank)
 
 
 class CutLayout:

@@ -163,6 +163,11 @@ class World:
         """The key of the group of replicas among which weights are sharded."""
         return "shard" if self.hybrid else "dp"
 
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model, each of which replicas have in parts; 1 without hybrid sharding."""
+        return self.replicas // self.mesh.shards if self.hybrid else 1
+
     def copy_of(self, rank: int) -> int:
         """Return the index of a worker's copy of the model: with hybrid sharding there are several, else only 0."""
         at = self.at(rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -349,9 +350,22 @@ class WorkerState:
             The tensors, and the parts of logical tensors that those are that are not whole.
         """
         state = (one for one in self._state() if one.is_saved and not (weights_only and one.kept))
-        share = {logical_name(one.weight, one.kept): one for one in state}
-        shards = {name: one.shard for name, one in share.items() if one.shard is not None}
-        return {name: one.tensor for name, one in share.items()}, shards
+        share = {logical_name(one.weight, one.kept): self._saved(one) for one in state}
+        shards = {name: shard for name, (_, shard) in share.items() if shard is not None}
+        return {name: tensor for name, (tensor, _) in share.items()}, shards
+
+    def _saved(self, one: StateTensor) -> tuple[Tensor, Shard | None]:
+        """Return what this actor saves of a tensor, and its part of the logical tensor; None for the whole.
+
+        Copies of the model divide what each of them has of a span.
+        """
+        if one.shard is None or one.shard.elements is None:
+            return one.tensor, one.shard
+        cut, elements = self.part.cuts[one.weight], math.prod(one.shard.shape)
+        span, held = cut.stored_span(elements), one.shard.elements[0]
+        assert span is not None, "an actor without a part of it does not save it"
+        tensor = one.tensor.detach()[span[0] - held : span[1] - held]
+        return tensor, replace(one.shard, elements=span, cut=cut.stored(elements))
 
     def _whole(self) -> Collection[str]:
         """Return the weights of which this actor updates a span, and has all in the dtype of a checkpoint."""
@@ -383,7 +397,7 @@ class WorkerState:
     def _span(self, weight: str, shard: Shard) -> Shard:
         """Return the part that this actor updates of a shard of a weight: all of it, or a span."""
         part = self.part.parts.get(weight)
-        return shard if part is None else replace(shard, elements=part.elements, order=part.order, cut=part.cut)
+        return shard if part is None else replace(shard, elements=part.elements, order=part.order)
 
     def _shard(self, weight: str) -> Shard | None:
         """Return the part of its logical tensor that the layers have of a weight; None for the whole."""
@@ -398,17 +412,21 @@ class WorkerState:
         return shard if part is None else self._span(weight, shard or Shard(part.whole))
 
     def is_saver(self, weight: str, tensor: Tensor) -> bool:
-        """Return whether this actor saves a weight that it updates, and its state: it has the first of all copies.
+        """Return whether this actor saves a weight that it updates, and its state, or a part of them.
 
-        A tied weight is saved under one of its names. In a tensor group, the first holder of a part saves it.
+        Replicas save spans of what they divide; of equal copies of anything else, the first is saved. A tied weight is
+        saved under one of its names. In a tensor group, the first holder of a part saves it.
         """
         context, is_expert = self.context, weight in self.part.owners.experts
-        is_first = context.has_first_copy_of_experts if is_expert else context.has_first_copy
-        if weight in self._stored_names or not is_first:
+        if weight in self._stored_names:
             return False
         part = self.part.parts.get(weight)
-        if part is not None and part.elements is not None and not tensor.dim() and part.elements[0]:
-            return False  # the replica with the first element saves a number
+        if part is not None and part.elements is not None:
+            span = self.part.cuts[weight].stored_span(math.prod(part.whole))
+            if span is None or (not tensor.dim() and span[0]):
+                return False  # the replica with the first element saves a number
+        elif not (context.has_first_copy_of_experts if is_expert else context.has_first_copy):
+            return False
         if (tile := tile_of(weight)) is not None:
             return context.leads and (bool(tensor.dim()) or tile.own == (0,))
         if is_expert and context.world.mesh.folds_experts:

@@ -18,6 +18,7 @@ from raypar.actors.bounds import Step
 from raypar.actors.checkpoint.logical import Logical, Stored, StoredSpans, merged
 from raypar.actors.checkpoint.shards import ShardFile, is_plain
 from raypar.actors.errors import CheckpointError
+from raypar.actors.sharding import ElementCut
 from raypar.config.fields import short_repr
 from raypar.schedules.schedule import first_faults
 
@@ -71,8 +72,8 @@ class Manifest:
             for stored in logical.slices:
                 if isinstance(stored, Stored):
                     takers[stored.file, stored.key].append(name)
-                elif len(stored.files) != stored.cut.size:
-                    count = f"{len(stored.files)} files, not {stored.cut.size}"
+                elif len(stored.files) != stored.cut.num_ranks:
+                    count = f"{len(stored.files)} files, not {stored.cut.num_ranks}"
                     yield f"tensor {short_repr(name)}: the spans of {short_repr(stored.key)} are in {count}"
         for (file, key), owners in takers.items():
             if file not in names:
@@ -184,11 +185,12 @@ def _with_tables(tensors: Mapping[str, Logical]) -> dict[str, Logical]:
     tables = dict[tuple[str, ...], Files]()
 
     def in_table(stored: StoredSpans) -> StoredSpans:
-        ranks, cut = list(range(stored.cut.size)), stored.cut
-        if len(stored.files) < cut.size:
-            ranks = [rank for rank in (*ranks[cut.first :], *ranks[: cut.first]) if rank in stored.files]
-            cut = replace(cut, first=0, size=len(ranks))
-            if list(map(cut.span, [stored.elements] * len(ranks), range(len(ranks)))) != list(map(stored.span, ranks)):
+        ranks, cut = list(range(stored.cut.num_ranks)), stored.cut
+        if len(stored.files) < len(ranks):
+            spans = {rank: span for rank in stored.files if (span := stored.span(rank)) is not None}
+            ranks = sorted(spans, key=lambda rank: spans[rank])
+            cut = ElementCut(cut.block, 0, len(ranks))
+            if [cut.span(stored.elements, rank) for rank in range(len(ranks))] != [spans[rank] for rank in ranks]:
                 return stored  # a file is missing
         names = tuple(stored.files[rank] for rank in ranks)
         return replace(stored, cut=cut, files=tables.setdefault(names, dict(enumerate(names))))
@@ -206,6 +208,9 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
     plain: dict[str, Any] = _reader().dump_python(  # five times as fast as dataclasses.asdict
         manifest, warnings=False, context={"number": lambda files: table_of[id(files)]}
     )
+    for cut in (one["cut"] for of in plain["tensors"].values() for one in of["slices"] if "cut" in one):
+        if cut["copies"] == 1:
+            del cut["copies"]  # as before there were copies
     if tables:
         plain["tables"] = [[number_of.get(files[rank], files[rank]) for rank in sorted(files)] for files in tables]
     return plain

@@ -60,10 +60,10 @@ def cuts_of(plan: ActorPlan, model: Model, groups: Mapping[str, Group]) -> dict[
     for replicas, is_expert in ((world.dense, False), (world.experts, True)):
         if replicas is None or replicas.shard_key not in groups:
             continue
-        group = groups[replicas.shard_key]
+        group, copy = groups[replicas.shard_key], (world.copy_of(plan.rank), world.copies)
         names = [name for name in sizes if (name in experts) == is_expert]
-        firsts = first_ranks({name: sizes[name] for name in names if name not in originals}, group.size)
-        found |= {name: ReplicaCut(firsts[originals.get(name, name)], group.rank, group.size) for name in names}
+        firsts = first_ranks({name: sizes[name] for name in names if name not in originals}, group.size * world.copies)
+        found |= {name: ReplicaCut(firsts[originals.get(name, name)], group.rank, group.size, *copy) for name in names}
     return found
 
 

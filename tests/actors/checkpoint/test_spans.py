@@ -44,16 +44,20 @@ RUN = Run(model=MODEL, microbatches=4, steps=4, optim=AdamW(lr=0.01), clip=None,
 
 @st.composite
 def cuts(draw, shape):
-    """Shards of a tensor that a tensor group has cut along one dim, and replicas into spans: all of them together."""
+    """Shards of a tensor that a tensor group has cut along one dim, and replicas into spans: all of them together.
+
+    The replicas may be those of several copies.
+    """
     across = draw(st.integers(1, 3)) if shape else 1
     dim = draw(st.integers(0, max(0, len(shape) - 1)))
-    size, block = draw(st.integers(1, 5)), draw(st.integers(1, 7))
+    size, copies, block = draw(st.integers(1, 5)), draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    cut = ElementCut(block, draw(st.integers(0, size * copies - 1)), size, copies)
     order = draw(st.none() | st.sampled_from([*permutations(range(len(shape)))]))
     found = []
     for column in range(across):
         sharding = Sharding({dim: Pieces.at(column, across)} if across > 1 else {})
-        elements, cut = math.prod(Shard(shape, sharding).shape), ElementCut(block, draw(st.integers(0, size - 1)), size)
-        spans = [cut.span(elements, rank) for rank in range(size)]
+        elements = math.prod(Shard(shape, sharding).shape)
+        spans = [cut.span(elements, rank) for rank in range(cut.num_ranks)]
         found += [Shard(shape, sharding, span, order, cut) for span in spans if span is not None]
     return found
 
@@ -135,6 +139,10 @@ PAIRS = (
     pytest.param(on(1, dp=4), on(3, dp=2), id="to shards"),
     pytest.param(on(1, dp=2) | HALF, on(2, dp=4) | HALF, id="half precision"),
     pytest.param(on(1, dp=4, shard=2) | MOMENTUM, on(1, dp=2) | MOMENTUM, id="hybrid"),
+    pytest.param(on(2, dp=6, shard=2) | HALF, on(3, dp=6, shard=3) | HALF, id="more copies, to fewer"),
+    pytest.param(on(3, dp=4, cp=2, shard=4), on(1, dp=3), id="copies of shards, context ranks"),
+    pytest.param(on(1, dp=4, shard=2, tp=2), on(2, dp=4, shard=2, pp=2), id="copies of tensor groups, to a pipeline"),
+    pytest.param(on(2, dp=2, tp=2), on(1, dp=4, shard=2) | {"tile": 2}, id="to copies with tiles"),
     pytest.param(on(1, dp=4, ep=2) | MOE_MODEL, on(1, dp=2, ep=2) | MOE_MODEL, id="experts"),
     pytest.param(on(3, dp=3) | HALF, on(3, dp=2, tp=2) | HALF, id="shards in half precision"),
     pytest.param(on(1, dp=1, cp=2), on(1, dp=2) | {"tile": 2}, id="to tiles"),
@@ -204,14 +212,24 @@ def save(team, folder, step=1):
         return under_way.commit(manifest_of(step, 0, {"steps": 4}, [one for one in shards if one is not None]), None)
 
 
-@pytest.mark.parametrize(("zero", "precision"), [(1, "fp32"), (2, "bf16")])
-def test_every_actor_writes_an_equal_share(zero, precision, tmp_path):
+@pytest.mark.parametrize(
+    ("zero", "precision", "axes"),
+    [
+        (1, "fp32", {"dp": 4}),
+        (2, "bf16", {"dp": 4}),
+        (1, "fp32", {"dp": 4, "shard": 2}),
+        (2, "fp32", {"dp": 6, "shard": 2}),
+        (3, "bf16", {"dp": 6, "shard": 3}),
+    ],
+)
+def test_every_actor_writes_an_equal_share(zero, precision, axes, tmp_path):
+    """Those of all copies of the model."""
     model = replace(MODEL, hidden=64, vocab=512)
-    team = Team.of(replace(RUN, model=model, precision=Precision(precision), **on(zero, dp=4)))
+    team = Team.of(replace(RUN, model=model, precision=Precision(precision), **on(zero, **axes)))
     team.step(0)
     manifest = verified(save(team, tmp_path))
     sizes = [file.size for file in manifest.files]
-    assert len(sizes) == 4
+    assert len(sizes) == len(team.all)
     assert max(sizes) <= 1.05 * sum(sizes) / len(sizes)
     assert manifest.version == 2
     assert decode(encode(manifest)) == (manifest, [])
