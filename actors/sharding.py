@@ -82,11 +82,11 @@ class ElementCut:
             rank: The rank.
         """
         if self.copies > 1:
-            copy, own = divmod(rank, self.size)
-            if (held := self.of_one_copy.span(elements, own)) is None:
+            copy, of_copy = divmod(rank, self.size)
+            if (held := self.of_one_copy.span(elements, of_copy)) is None:
                 return None
-            span = self._among_copies(own).span(held[1] - held[0], copy)
-            return None if span is None else (held[0] + span[0], held[0] + span[1])
+            inside = self._among_copies(of_copy).span(held[1] - held[0], copy)
+            return None if inside is None else (held[0] + inside[0], held[0] + inside[1])
         position, blocks = (rank - self.first) % self.size, -(-elements // self.block)
         if position >= max(1, min(self.size, blocks)):
             return None
@@ -103,12 +103,12 @@ class ElementCut:
         """
         start, stop = span
         if self.copies > 1:
-            for own in self.of_one_copy.ranks(elements, span):
-                held = self.of_one_copy.span(elements, own)
+            for rank in self.of_one_copy.ranks(elements, span):
+                held = self.of_one_copy.span(elements, rank)
                 assert held is not None, "it has an element, or is the first"
                 inside = max(start, held[0]) - held[0], min(stop, held[1]) - held[0]
-                copies = self._among_copies(own).ranks(held[1] - held[0], inside)
-                yield from (copy * self.size + own for copy in copies)
+                copies = self._among_copies(rank).ranks(held[1] - held[0], inside)
+                yield from (copy * self.size + rank for copy in copies)
             return
         base, longer = divmod(-(-elements // self.block), self.size)
         block, before = start // self.block, longer * (base + 1)  # blocks of the longer spans
@@ -120,10 +120,10 @@ class ElementCut:
             if position == self.size:
                 return
 
-    def _among_copies(self, own: int) -> ElementCut:
+    def _among_copies(self, rank: int) -> ElementCut:
         """Return the division of the span of a rank of one copy among the copies."""
         rounds, rest = divmod(self.first, self.size)
-        return ElementCut(self.block, (rounds + (own < rest)) % self.copies, self.copies)
+        return ElementCut(self.block, (rounds + (rank < rest)) % self.copies, self.copies)
 
 
 def first_ranks(elements: Mapping[str, int], size: int) -> dict[str, int]:

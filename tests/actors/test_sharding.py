@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from raypar.actors.sharding import (
+    ElementCut,
     Pieces,
     Shard,
     Sharding,
@@ -140,6 +141,40 @@ def test_the_fullest_rank_has_hardly_more_than_the_mean(elements, size, most):
             held[rank] += stop - start
     assert sum(held) == sum(elements)
     assert max(held) <= most * sum(held) / size
+
+
+@given(st.lists(st.integers(0, 700), min_size=1, max_size=8), st.integers(1, 5), st.integers(1, 4))
+def test_copies_divide_the_spans_of_one_copy_and_none_has_two_blocks_more_than_another(counts, size, copies):
+    sizes = dict(enumerate(counts))
+    firsts, blocks = first_ranks(sizes, size * copies), [0] * (size * copies)
+    plain = first_ranks(sizes, size)
+    for name, count in sizes.items():
+        cut = ElementCut(64, firsts[name], size, copies)
+        assert cut.of_one_copy == ElementCut(64, plain[name], size)
+        for own in range(size):
+            held = cut.of_one_copy.span(count, own)
+            spans = sorted(span for copy in range(copies) if (span := cut.span(count, copy * size + own)) is not None)
+            assert bool(spans) == (held is not None)
+            if held is not None:
+                assert [held[0], *(stop for _, stop in spans)] == [*(start for start, _ in spans), held[1]]
+        for rank in range(cut.num_ranks):
+            start, stop = cut.span(count, rank) or (0, 0)
+            assert start % 64 == 0
+            blocks[rank] += num_blocks(stop - start)
+    assert max(blocks) - min(blocks) <= 1
+
+
+@given(st.integers(0, 700), st.integers(1, 5), st.integers(1, 4), st.data())
+def test_the_ranks_that_have_elements_of_a_span_are_found(count, size, copies, data):
+    cut = ElementCut(64, data.draw(st.integers(0, size * copies - 1)), size, copies)
+    start = data.draw(st.integers(0, count))
+    span = start, data.draw(st.integers(start, count))
+    spans = {rank: own for rank in range(cut.num_ranks) if (own := cut.span(count, rank)) is not None}
+    ranks = sorted(spans, key=spans.get)
+    if start < span[1]:
+        having = [rank for rank in ranks if max(start, spans[rank][0]) < min(span[1], spans[rank][1])]
+        assert list(cut.ranks(count, span)) == having
+    assert list(cut.ranks(count, (0, 0))) == ranks[:1]
 
 
 def test_a_tensor_begins_where_the_blocks_before_it_end():

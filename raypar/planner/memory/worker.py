@@ -197,7 +197,7 @@ def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = Non
         gathered = whole[rows[rank]].weights if world.unshards else 0
         buckets = buckets_of[rank].peak() if in_buckets else 0
         waits = buckets >= each.gradient * count > 0 and buckets_of[rank].waits
-        saved = 0 if world.servers else saved_bytes(each, own, optimizer)
+        saved = 0 if world.servers else -(-saved_bytes(each, own, optimizer) // world.copies)
         read = _read(world, each.weight, count, experts, in_buckets=in_buckets) if world.replicas_at(rank) > 1 else 0
         shared = _filled(world, buckets, gathered) + read
         found.append(

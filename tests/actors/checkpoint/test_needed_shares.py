@@ -111,6 +111,8 @@ ALL, FOUR = [0, 1, 2, 3], range(4)
         pytest.param(on(dp=4), on(dp=4), [[0]] * 4, id="replicas"),
         pytest.param(on(1, dp=4), on(1, dp=4), [ALL] * 4, id="zero 1"),
         pytest.param(on(3, dp=4), on(3, dp=4), [[rank] for rank in FOUR], id="zero 3"),
+        pytest.param(on(1, dp=4, shard=2), on(1, dp=4, shard=2), [ALL] * 4, id="copies of shards, zero 1"),
+        pytest.param(on(3, dp=4, shard=2), on(3, dp=4, shard=2), [[0, 2], [1, 3]] * 2, id="copies of shards, zero 3"),
         pytest.param(on(dp=2, pp=2), on(dp=2, pp=2), [[0], [0], [2], [2]], id="stages of replicas"),
         pytest.param(on(dp=2, pp=2), on(dp=4), [[0, 2]] * 4, id="stages become replicas"),
         pytest.param(on(1, dp=4), on(1, dp=2), [ALL] * 2, id="half of the replicas", marks=LONG),

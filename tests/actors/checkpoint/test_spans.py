@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -129,6 +130,7 @@ def on(zero, **axes):
 
 
 HALF, MOE_MODEL = {"precision": Precision("bf16")}, {"model": replace(MODEL, moe=MoE(experts=4, top_k=2))}
+LONG = pytest.mark.long
 TIED, MOMENTUM = {"model": replace(MODEL, tied=True)}, {"optim": SGD(lr=0.1, momentum=0.9)}
 PAIRS = (
     pytest.param(on(1, dp=2), on(1, dp=3), id="another number of replicas"),
@@ -140,9 +142,9 @@ PAIRS = (
     pytest.param(on(1, dp=2) | HALF, on(2, dp=4) | HALF, id="half precision"),
     pytest.param(on(1, dp=4, shard=2) | MOMENTUM, on(1, dp=2) | MOMENTUM, id="hybrid"),
     pytest.param(on(2, dp=6, shard=2) | HALF, on(3, dp=6, shard=3) | HALF, id="more copies, to fewer"),
-    pytest.param(on(3, dp=4, cp=2, shard=4), on(1, dp=3), id="copies of shards, context ranks"),
-    pytest.param(on(1, dp=4, shard=2, tp=2), on(2, dp=4, shard=2, pp=2), id="copies of tensor groups, to a pipeline"),
-    pytest.param(on(2, dp=2, tp=2), on(1, dp=4, shard=2) | {"tile": 2}, id="to copies with tiles"),
+    pytest.param(on(3, dp=4, cp=2, shard=4), on(1, dp=3), id="copies of shards, context ranks", marks=LONG),
+    pytest.param(on(1, dp=4, shard=2, tp=2), on(2, dp=4, shard=2, pp=2), id="copies, tensor groups", marks=LONG),
+    pytest.param(on(2, dp=2, tp=2), on(1, dp=4, shard=2) | {"tile": 2}, id="to copies with tiles", marks=LONG),
     pytest.param(on(1, dp=4, ep=2) | MOE_MODEL, on(1, dp=2, ep=2) | MOE_MODEL, id="experts"),
     pytest.param(on(3, dp=3) | HALF, on(3, dp=2, tp=2) | HALF, id="shards in half precision"),
     pytest.param(on(1, dp=1, cp=2), on(1, dp=2) | {"tile": 2}, id="to tiles"),
@@ -235,6 +237,18 @@ def test_every_actor_writes_an_equal_share(zero, precision, axes, tmp_path):
     assert decode(encode(manifest)) == (manifest, [])
 
 
+def test_only_the_cuts_of_several_copies_say_how_many(tmp_path):
+    """So what earlier builds wrote is read, and written again as it was."""
+    for shard, copies in ((None, []), (2, [3])):
+        team = Team.of(replace(RUN, **on(1, dp=6, shard=shard)))
+        plain = json.loads(encode(verified(save(team, tmp_path / str(shard)))))
+        assert {one["cut"]["size"] for one in spans_in(plain)} >= {shard or 6}
+        large = [one["cut"] for one in spans_in(plain) if one["cut"]["size"] == (shard or 6)]
+        assert [*{cut.get("copies") for cut in large} - {None}] == copies
+        assert plain["version"] == 2
+        assert len(plain["tables"]) <= 12
+
+
 def test_a_checkpoint_without_spans_has_the_version_and_the_text_of_before(tmp_path):
     manifest = verified(save(Team.of(replace(RUN, **on(0, dp=2))), tmp_path))
     text = encode(manifest)
@@ -307,6 +321,9 @@ def tables(change):
         (in_cut(size=2), "in 3 files, not 2"),
         (in_cut(first=3), "begins at replica 3, and there are 3"),
         (in_cut(first=-1), "greater than or equal to 0"),
+        (in_cut(copies=0), "greater than or equal to 1"),
+        (in_cut(copies=1 << 40), "less than or equal"),
+        (in_cut(copies=2), "in 3 files, not 6"),
         (change(order=[0, 0]), "does not name each once"),
         (change(order=[5]), "does not name each once"),
         (change(shape=[1 << 40]), "leaves the tensor's shape"),
@@ -355,20 +372,30 @@ LLAMA_8B = {
 } | {"embed.weight": (128256, 4096), "norm.weight": (4096,), "head.weight": (128256, 4096)}
 
 
-@pytest.mark.parametrize(("size", "most"), [(64, 0.3e6), pytest.param(4096, 1e6, marks=pytest.mark.long)])
-def test_the_manifest_of_a_large_model_is_small(size, most):
-    firsts = first_ranks({name: math.prod(shape) for name, shape in LLAMA_8B.items()}, size)
-    names = [f"pp0-dp{rank}-cp0-tp0.safetensors" for rank in range(size)]
+@pytest.mark.parametrize(
+    ("size", "copies", "most"),
+    [
+        (64, 1, 0.3e6),
+        (8, 8, 0.32e6),
+        pytest.param(4096, 1, 1e6, marks=pytest.mark.long),
+        pytest.param(64, 64, 1e6, marks=pytest.mark.long),
+    ],
+)
+def test_the_manifest_of_a_large_model_is_small(size, copies, most):
+    ranks = size * copies
+    firsts = first_ranks({name: math.prod(shape) for name, shape in LLAMA_8B.items()}, ranks)
+    names = [f"pp0-dp{rank}-cp0-tp0.safetensors" for rank in range(ranks)]
     shards = [(ShardFile(name, 1 << 30, "0" * 64), {}) for name in names]
     for name, shape in LLAMA_8B.items():
         elements = math.prod(shape)
-        cut = ElementCut(64 if elements < 65_536 else 1024, firsts[name], size)
+        cut = ElementCut(64 if elements < 65_536 else 1024, firsts[name], size, copies)
         files = {rank: names[rank] for rank in cut.ranks(elements, (0, elements))}
         for key in ("", "exp_avg", "exp_avg_sq"):
             stored = f"optim.{name}.{key}" if key else name
             spans = StoredSpans(stored, (0,) * len(shape), shape, (), cut, files)
             shards[0][1][stored] = Logical("F32", shape, (spans,))
         step = f"optim.{name}.step"
-        shards[firsts[name]][1][step] = stored_in(names[firsts[name]], step, torch.zeros(()))
+        has_first = next(cut.ranks(elements, (0, 1)))
+        shards[has_first][1][step] = stored_in(names[has_first], step, torch.zeros(()))
     manifest = manifest_of(1, 0, {}, shards)
     assert len(encode(manifest)) <= most

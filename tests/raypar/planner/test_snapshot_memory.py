@@ -28,6 +28,7 @@ RUNS = {
     "replicas": replace(DENSE, mesh=Mesh(pp=2, dp=2), zero=0),
     "zero": replace(DENSE, mesh=Mesh(pp=2, dp=2), zero=2),
     "zero3": replace(DENSE, mesh=Mesh(dp=2), zero=3, buddy_every=0),
+    "copies of shards": replace(DENSE, mesh=Mesh(dp=4, shard=2), zero=2),
     "bf16": replace(DENSE, mesh=Mesh(pp=2), precision=Precision("bf16")),
     "offloaded": replace(DENSE, mesh=Mesh(pp=2), offload="parameters"),
     "server": replace(DENSE, mesh=Mesh(pp=2, dp=2), data_parallel="parameter_server"),
@@ -63,7 +64,7 @@ def test_snapshots_take_the_memory_that_is_planned(name):
         each = world.mesh.size // run.mesh.pp if not first else (len(keepers) - first) // run.mesh.pp
         for stage, formula in enumerate(formulas):
             found = [size for rank, size in enumerate(measured[first:], first) if world.pp(rank) == stage][:each]
-            most = max(found)  # of equal replicas the first saves all; of those that have parts one has most
+            most = max(found)  # of equal replicas the first saves all; of those that save parts one has most
             assert formula.snapshots == pytest.approx(most, rel=0.03, abs=256)
             assert formula.copies * own == formula.snapshots * copied
         first += world.mesh.size
