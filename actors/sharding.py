@@ -74,6 +74,10 @@ class ElementCut:
         """The division among the ranks of one copy, which hold the spans that copies divide."""
         return ElementCut(self.block, self.first % self.size, self.size)
 
+    def reaches_all(self, elements: int) -> bool:
+        """Return whether every rank has a block or more of a tensor with this many elements."""
+        return -(-elements // self.block) >= self.num_ranks
+
     def span(self, elements: int, rank: int) -> Span | None:
         """Return the span of a rank; None if it holds nothing. The first rank holds the empty span of no elements.
 

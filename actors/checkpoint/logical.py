@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from itertools import product
 from typing import Annotated, Any
 
@@ -207,6 +207,22 @@ def _renamed(stored: AnyStored, name: Callable[[str], str]) -> AnyStored:
     if isinstance(stored, Stored):
         return replace(stored, file=name(stored.file))
     return replace(stored, files={rank: name(file) for rank, file in stored.files.items()})
+
+
+def plain_slice(stored: AnyStored) -> list[object]:
+    """Return a slice as plain data, with its file or files last; ``slice_from`` reads it."""
+    if isinstance(stored, Stored):
+        return [stored.key, stored.offset, stored.shape, stored.file]
+    return [stored.key, stored.offset, stored.shape, stored.order, astuple(stored.cut), [*stored.files.items()]]
+
+
+def slice_from(plain: Sequence[Any]) -> AnyStored:
+    """Return the slice of plain data."""
+    key, offset, shape, *rest = plain
+    if len(rest) == 1:
+        return Stored(rest[0], key, tuple(offset), tuple(shape))
+    order, cut, files = rest
+    return StoredSpans(key, tuple(offset), tuple(shape), tuple(order), ElementCut(*cut), dict(files))
 
 
 def tiling_faults(shape: Shape, slices: Sequence[AnyStored]) -> Iterator[str]:

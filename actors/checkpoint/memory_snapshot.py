@@ -12,24 +12,23 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from raypar.actors.checkpoint.logical import AnyStored, Logical, Shape, Stored, StoredSpans, in_files, merged
+from raypar.actors.checkpoint.logical import Logical, Shape, in_files, merged, plain_slice, slice_from
+from raypar.actors.checkpoint.reports import Written
 from raypar.actors.checkpoint.shards import AtHand, ShardFile, logical_tensors, spelled_dtype
-from raypar.actors.checkpoint.snapshot import Written
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.files import checkpoint_errors, write_whole
 from raypar.actors.machine.memory_files import reserve
 from raypar.actors.machine.process_identity import ProcessIdentity, open_files
 from raypar.actors.safetensors_header import beginning_of, read_beginning
-from raypar.actors.sharding import ElementCut, Shard
+from raypar.actors.sharding import Shard
 from raypar.actors.tensors import nbytes
 
 _UNFINISHED = "-" * 15  # instead of the step while a snapshot is written
@@ -308,7 +307,7 @@ class _Header:
         found, about = read_beginning(fd, "a snapshot")
         kinds = {name: (one.dtype, one.shape) for name, one in found.items()}
         tensors = {
-            name: Logical(dtype, tuple(shape), tuple(map(_stored_from, slices)))
+            name: Logical(dtype, tuple(shape), tuple(map(slice_from, slices)))
             for name, (dtype, shape, slices) in json.loads(about["tensors"]).items()
         }
         step = None if about["step"] == _UNFINISHED else int(about["step"])
@@ -316,25 +315,9 @@ class _Header:
 
     def beginning(self, tensors: Mapping[str, Tensor]) -> bytes:
         """Return the beginning of a file for tensors of these kinds, after which their data is aligned."""
-        about = {name: [one.dtype, one.shape, [*map(_plain, one.slices)]] for name, one in self.tensors.items()}
+        about = {name: [one.dtype, one.shape, [*map(plain_slice, one.slices)]] for name, one in self.tensors.items()}
         kinds = [(name, *kind, nbytes(tensors[name])) for name, kind in self.kinds.items()]
         return beginning_of(kinds, {"step": _UNFINISHED, "tensors": json.dumps(about)}, _ALIGNMENT)
-
-
-def _plain(stored: AnyStored) -> list[object]:
-    """Return a slice as plain data for the header of a snapshot; ``_stored_from`` reads it."""
-    if isinstance(stored, Stored):
-        return [stored.key, stored.offset, stored.shape, stored.file]
-    of_spans = [stored.order, astuple(stored.cut), [*stored.files.items()]]
-    return [stored.key, stored.offset, stored.shape, *of_spans]
-
-
-def _stored_from(plain: Sequence[Any]) -> AnyStored:
-    key, offset, shape, *rest = plain
-    if len(rest) == 1:
-        return Stored(rest[0], key, tuple(offset), tuple(shape))
-    order, cut, files = rest
-    return StoredSpans(key, tuple(offset), tuple(shape), tuple(order), ElementCut(*cut), dict(files))
 
 
 def _step_of(fd: int) -> int | None:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from raypar.actors.checkpoint.assembler import Assembler, ShardSource
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.shards import ShardFile, logical_tensors, write_shard
+from raypar.actors.checkpoint.reports import Written
+from raypar.actors.checkpoint.shards import logical_tensors, write_shard
 from raypar.actors.errors import CheckpointError, OffloadError
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.models.tiles.tile_names import untiled
@@ -27,7 +28,6 @@ _ALIGNMENT = 64  # bytes
 _SLOWEST = 50e6
 _ALL_WHOLE: Mapping[str, Shard] = MappingProxyType({})
 
-Written = tuple[ShardFile, dict[str, Logical]]
 # (name of a weight, its optimizer state or "" for the weight itself) -> the tensor; None if it was not saved.
 Read = Callable[[str, str], Tensor | None]
 

@@ -23,7 +23,7 @@ import torch
 
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.snapshot import Written
+from raypar.actors.checkpoint.reports import ShardReport, report_of
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
@@ -293,9 +293,10 @@ class RayparActor:
         """Copy this actor's share of a checkpoint, or of its weights alone."""
         there(self._member).state.stage(weights_only=weights_only)
 
-    def write(self, folder: str, beside: bool = False) -> Written | None:
+    def write(self, folder: str, beside: bool = False) -> ShardReport | None:
         """Write the copy as a shard, in Ray's "disk" concurrency group; see ``WorkerState.write``."""
-        return there(self._member).state.write(folder, beside=beside)
+        written = there(self._member).state.write(folder, beside=beside)
+        return None if written is None else report_of(written)
 
     def load(self, folder: str, tensors: Mapping[str, Logical]) -> None:
         """Load a checkpoint; see ``WorkerState.load``."""

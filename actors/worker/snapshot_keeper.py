@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from raypar.actors.checkpoint.buddy_copy import BuddyCopyReceiver, BuddyCopySender, send_copy_once
 from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles, write_snapshots
-from raypar.actors.checkpoint.snapshot import Written
+from raypar.actors.checkpoint.reports import ShardReport, report_of
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.relayout.share_index import ShareContents, contents_of
@@ -239,12 +239,12 @@ class SnapshotKeeper:
         for share, recipient in to:
             send_copy_once(files.file(share, step), recipient)
 
-    def write(self, step: int, shares: Sequence[SnapshotOwner], folder: str) -> list[Written]:
+    def write(self, step: int, shares: Sequence[SnapshotOwner], folder: str) -> list[ShardReport]:
         """Write snapshots of a step that this actor has as shards of a checkpoint; see ``write_snapshots``.
 
         It may be called during a step.
         """
-        return write_snapshots(self._files(), step, shares, Path(folder))
+        return [*map(report_of, write_snapshots(self._files(), step, shares, Path(folder)))]
 
     def restore(
         self, step: int, shares: Sequence[SnapshotOwner], arrived: Sequence[Address], state: WorkerState

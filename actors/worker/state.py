@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from raypar.actors.checkpoint.assembler import ShardFolder, ShardSource
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.memory_snapshot import Slots
-from raypar.actors.checkpoint.snapshot import AVERAGE, SCALER, Copies, Read, Written, buffer_name, logical_name, reader
+from raypar.actors.checkpoint.reports import Written
+from raypar.actors.checkpoint.snapshot import AVERAGE, SCALER, Copies, Read, buffer_name, logical_name, reader
 from raypar.actors.inspect.step import Notes
 from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler

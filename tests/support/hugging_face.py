@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from raypar.actors.checkpoint.reports import written_of
 from raypar.checkpoint import Save, manifest_of, verified
 from raypar.checkpoint.base import base_weights_fingerprint
 from raypar.checkpoint.find import VerifiedCheckpoint
@@ -103,10 +104,9 @@ def checkpoint_of(team, folder, step=1):
         team.each(lambda actor: actor.stage())
         written = team.each(lambda actor: actor.write(str(save.path)))
         assert not [one for one in written if isinstance(one, Exception)]
-        shards = [one for one in written if one is not None]
-        path = save.commit(
-            manifest_of(step, team.run.seed, plain_of(team.run), shards, base_weights_fingerprint(team.run))
-        )
+        reports = [one for one in written if one is not None]
+        about = step, team.run.seed, plain_of(team.run)
+        path = save.commit(manifest_of(*about, written_of(reports), base_weights_fingerprint(team.run)))
     return VerifiedCheckpoint(path, verified(path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
+from raypar.actors.checkpoint.reports import written_of
 from raypar.checkpoint import manifest_of
 
 
@@ -11,7 +12,7 @@ def saved(team, folder, step=1):
     team.each(lambda actor: actor.stage())
     written = team.each(lambda actor: actor.write(str(folder)))
     assert not [one for one in written if isinstance(one, Exception)]
-    return manifest_of(step, 0, {}, [one for one in written if one is not None]).tensors
+    return manifest_of(step, 0, {}, written_of(one for one in written if one is not None)).tensors
 
 
 def loaded(team, folder, tensors):

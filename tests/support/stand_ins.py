@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.actors.checkpoint.logical import Logical, Stored
+from raypar.actors.checkpoint.reports import ShardReport, report_of
 from raypar.actors.checkpoint.shards import ShardFile
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.errors import ActionError
@@ -187,7 +188,7 @@ class StandIn:
     def stage(self, weights_only: bool = False) -> None:
         pass
 
-    def write(self, folder: str, beside: bool = False) -> tuple[ShardFile, dict[str, Logical]] | None:
+    def write(self, folder: str, beside: bool = False) -> ShardReport | None:
         saved, kinds, end = dict[str, Logical](), list[tuple[str, str, Any, int]](), 0
         file = f"rank-{self.plan.rank:05}.safetensors"
         for name, part in saved_parts(self.plan.world, self.plan.rank).items():
@@ -197,7 +198,7 @@ class StandIn:
             end += size
         data = beginning_of(kinds) + bytes(end)
         (Path(folder) / file).write_bytes(data)
-        return ShardFile(file, len(data), hashlib.sha256(data).hexdigest()), saved
+        return report_of((ShardFile(file, len(data), hashlib.sha256(data).hexdigest()), saved))
 
     def load(self, folder: str, tensors: Any) -> None:
         pass

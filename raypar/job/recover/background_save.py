@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.shards import ShardFile
+from raypar.actors.checkpoint.reports import ShardReport, written_of
 from raypar.actors.errors import CheckpointError, first_line
 from raypar.actors.specs.run import Run
 from raypar.checkpoint.base import base_weights_fingerprint
@@ -220,8 +219,8 @@ class Saver:
                 for fault in (outcome.faults if isinstance(outcome, CheckpointError) else [first_line(outcome)])
             ]
             CheckpointError.raise_if(faults)
-            shards = [outcome for outcome in outcomes if outcome is not None]
-            self.newest = save.commit(run_manifest(self._run, save.step, shards), keep_last)
+            reports = [outcome for outcome in outcomes if outcome is not None]
+            self.newest = save.commit(run_manifest(self._run, save.step, reports), keep_last)
             return self.newest
 
     def _warn_of(self, step: int, saved: Future[Path]) -> None:
@@ -240,12 +239,12 @@ class Saver:
             then(*answers)
 
 
-def run_manifest(run: Run, step: int, shards: Iterable[tuple[ShardFile, Mapping[str, Logical]]]) -> Manifest:
+def run_manifest(run: Run, step: int, reports: Iterable[ShardReport]) -> Manifest:
     """Return the manifest of a checkpoint of a run.
 
     Args:
         run: The run.
         step: Number of steps taken.
-        shards: What actors have written; see ``manifest_of``.
+        reports: What actors have written.
     """
-    return manifest_of(step, run.seed, plain_of(run), shards, base_weights_fingerprint(run))
+    return manifest_of(step, run.seed, plain_of(run), written_of(reports), base_weights_fingerprint(run))

@@ -252,5 +252,5 @@ def last_checkpoint(run: Run, calls: Calls, snapshots: Snapshots, taken: int) ->
         writing = {rank: calls.handles[rank].snapshots.options(concurrency_group="disk") for rank in writes}
         refs = [writing[rank].remote("write", step, shares, str(save.path)) for rank, shares in writes.items()]
         written = calls.gather(refs, "saving snapshots", [*writes])
-        shards = [shard for of_one in written for shard in of_one]
-        return save.commit(run_manifest(run, step, shards), run.keep_last)
+        reports = [report for of_one in written for report in of_one]
+        return save.commit(run_manifest(run, step, reports), run.keep_last)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from raypar.actors.checkpoint.reports import written_of
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.results import losses_of, mean_loss
 from raypar.checkpoint import Save, manifest_of
@@ -84,7 +85,7 @@ def test_every_part_of_an_expert_is_written_once_and_the_commands_read_it(writte
     with Save(tmp_path, 2) as under_way:
         team.each(lambda actor: actor.stage())
         shards = team.each(lambda actor: actor.write(str(under_way.path)))
-        under_way.commit(manifest_of(2, 0, {"steps": 4}, [shard for shard in shards if shard is not None]), None)
+        under_way.commit(manifest_of(2, 0, {"steps": 4}, written_of(one for one in shards if one is not None)), None)
     assert run_command(["ckpt", "verify", str(tmp_path)]) == 0
     assert run_command(["ckpt", "ls", str(tmp_path)]) == 0
     weights = len(team.weights()) + RUN.model.layers * team.run.mesh.dp  # each replica has its routers' biases

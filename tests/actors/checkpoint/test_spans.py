@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
 from raypar.actors.checkpoint.logical import Logical, StoredSpans, merged
+from raypar.actors.checkpoint.reports import report_of, written_of
 from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import Mesh
@@ -210,8 +211,9 @@ def save(team, folder, step=1):
     """A checkpoint of a team."""
     with Save(folder, step) as under_way:
         team.each(lambda actor: actor.stage())
-        shards = team.each(lambda actor: actor.write(str(under_way.path)))
-        return under_way.commit(manifest_of(step, 0, {"steps": 4}, [one for one in shards if one is not None]), None)
+        reports = team.each(lambda actor: actor.write(str(under_way.path)))
+        written = written_of(one for one in reports if one is not None)
+        return under_way.commit(manifest_of(step, 0, {"steps": 4}, written), None)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +257,21 @@ def test_a_checkpoint_without_spans_has_the_version_and_the_text_of_before(tmp_p
     assert manifest.version == 1
     assert b'"tables"' not in text
     assert b'"cut"' not in text
+
+
+@pytest.mark.parametrize(("axes", "kinds"), [({"dp": 3}, 1), ({"dp": 4, "shard": 2}, 1), ({"dp": 4, "ep": 2}, 3)])
+def test_replicas_report_alike_what_all_have_spans_of(axes, kinds, tmp_path):
+    """So the driver reads it once, and has what it has from the tensors of each file."""
+    model = replace(MOE_MODEL["model"] if "ep" in axes else MODEL, hidden=64, vocab=512)
+    team = Team.of(replace(RUN, model=model, **on(1, **axes)))
+    team.each(lambda actor: actor.stage())
+    reports = team.each(lambda actor: actor.write(str(tmp_path)))
+    team.each(lambda actor: actor.stage())
+    written = team.each(lambda actor: actor.member.state.write(str(tmp_path), beside=False))
+    assert len({described for report in reports for _, described in report.divided}) == kinds
+    assert sum(len(tensors) for _, tensors in written_of(reports)) < sum(len(tensors) for _, tensors in written) / 2
+    assert encode(manifest_of(1, 0, {}, written_of(reports))) == encode(manifest_of(1, 0, {}, written))
+    assert [written_of([report_of(one)]) for one in written] == [[one] for one in written]
 
 
 @pytest.fixture(scope="module")
