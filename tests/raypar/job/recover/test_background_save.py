@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from raypar.actors.checkpoint.reports import report_of
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.offload_storage import DeviceStorage
@@ -53,7 +54,8 @@ class Actors:
                 return [RuntimeError("it had not answered")] * 2
         if not isinstance(refs[0], tuple):
             return refs
-        return [self.wrong.get(rank) or copies.write(Path(folder), f"{rank}") for rank, copies, folder in refs]
+        written = ((rank, copies.write(Path(folder), f"{rank}")) for rank, copies, folder in refs)
+        return [self.wrong.get(rank) or report_of(one) for rank, one in written]
 
 
 @pytest.fixture
