@@ -32,7 +32,7 @@ class ShardReport(NamedTuple):
     others: Mapping[str, Logical]
 
 
-def report_of(written: Written) -> ShardReport:
+def shard_report(written: Written) -> ShardReport:
     """Return the report of a shard file and its logical tensors."""
     file, tensors = written
     divided, others = dict[tuple[int, int], dict[str, object]](), dict[str, Logical]()

@@ -23,7 +23,7 @@ import torch
 
 from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
-from raypar.actors.checkpoint.reports import ShardReport, report_of
+from raypar.actors.checkpoint.reports import ShardReport, shard_report
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
@@ -296,7 +296,7 @@ class RayparActor:
     def write(self, folder: str, beside: bool = False) -> ShardReport | None:
         """Write the copy as a shard, in Ray's "disk" concurrency group; see ``WorkerState.write``."""
         written = there(self._member).state.write(folder, beside=beside)
-        return None if written is None else report_of(written)
+        return None if written is None else shard_report(written)
 
     def load(self, folder: str, tensors: Mapping[str, Logical]) -> None:
         """Load a checkpoint; see ``WorkerState.load``."""

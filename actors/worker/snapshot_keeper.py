@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from raypar.actors.checkpoint.buddy_copy import BuddyCopyReceiver, BuddyCopySender, send_copy_once
 from raypar.actors.checkpoint.memory_snapshot import HeldMemoryFiles, Slots, SnapshotFiles, write_snapshots
-from raypar.actors.checkpoint.reports import ShardReport, report_of
+from raypar.actors.checkpoint.reports import ShardReport, shard_report
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
 from raypar.actors.machine.process_identity import own_identity
 from raypar.actors.relayout.share_index import ShareContents, contents_of
@@ -244,7 +244,7 @@ class SnapshotKeeper:
 
         It may be called during a step.
         """
-        return [*map(report_of, write_snapshots(self._files(), step, shares, Path(folder)))]
+        return [*map(shard_report, write_snapshots(self._files(), step, shares, Path(folder)))]
 
     def restore(
         self, step: int, shares: Sequence[SnapshotOwner], arrived: Sequence[Address], state: WorkerState

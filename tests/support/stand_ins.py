@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from raypar.actors.checkpoint.logical import Logical, Stored
-from raypar.actors.checkpoint.reports import ShardReport, report_of
+from raypar.actors.checkpoint.reports import ShardReport, shard_report
 from raypar.actors.checkpoint.shards import ShardFile
 from raypar.actors.checkpoint.snapshot_address import Address, SnapshotOwner
 from raypar.actors.errors import ActionError
@@ -198,7 +198,7 @@ class StandIn:
             end += size
         data = beginning_of(kinds) + bytes(end)
         (Path(folder) / file).write_bytes(data)
-        return report_of((ShardFile(file, len(data), hashlib.sha256(data).hexdigest()), saved))
+        return shard_report((ShardFile(file, len(data), hashlib.sha256(data).hexdigest()), saved))
 
     def load(self, folder: str, tensors: Any) -> None:
         pass

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from raypar.actors.checkpoint.assembler import Assembler, ShardFolder
 from raypar.actors.checkpoint.logical import Logical, StoredSpans, merged
-from raypar.actors.checkpoint.reports import report_of, written_of
+from raypar.actors.checkpoint.reports import shard_report, written_of
 from raypar.actors.checkpoint.shards import ShardFile, stored_in, write_shard
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import Mesh
@@ -271,7 +271,7 @@ def test_replicas_report_alike_what_all_have_spans_of(axes, kinds, tmp_path):
     assert len({described for report in reports for _, described in report.divided}) == kinds
     assert sum(len(tensors) for _, tensors in written_of(reports)) < sum(len(tensors) for _, tensors in written) / 2
     assert encode(manifest_of(1, 0, {}, written_of(reports))) == encode(manifest_of(1, 0, {}, written))
-    assert [written_of([report_of(one)]) for one in written] == [[one] for one in written]
+    assert [written_of([shard_report(one)]) for one in written] == [[one] for one in written]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from raypar.actors.checkpoint.reports import report_of
+from raypar.actors.checkpoint.reports import shard_report
 from raypar.actors.checkpoint.snapshot import Copies
 from raypar.actors.errors import CheckpointError
 from raypar.actors.machine.offload_storage import DeviceStorage
@@ -55,7 +55,7 @@ class Actors:
         if not isinstance(refs[0], tuple):
             return refs
         written = ((rank, copies.write(Path(folder), f"{rank}")) for rank, copies, folder in refs)
-        return [self.wrong.get(rank) or report_of(one) for rank, one in written]
+        return [self.wrong.get(rank) or shard_report(one) for rank, one in written]
 
 
 @pytest.fixture
