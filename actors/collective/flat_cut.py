@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -72,6 +73,16 @@ class FlatCut:
         """
         views = self.views(flat, rank, start, start + part.numel())
         copy_each(views, list(part.split([view.numel() for view in views])))
+
+    def take(self, flat: Tensor, others: Mapping[int, Tensor]) -> None:
+        """Copy the parts of other ranks from their flat tensors.
+
+        Args:
+            flat: The flat tensor into which they are copied.
+            others: The flat tensor of each of the other ranks.
+        """
+        targets = [view for rank in others for view in self.views(flat, rank)]
+        copy_each(targets, [view for rank, other in others.items() for view in self.views(other, rank)])
 
     def packed(self, flat: Tensor) -> Tensor:
         """Return a copy (sum of the counts,) of all parts, packed, in rank order."""

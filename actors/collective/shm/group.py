@@ -13,7 +13,6 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from raypar.actors.autograd.torch_private import copy_each
 from raypar.actors.collective.flat_cut import FlatCut
 from raypar.actors.collective.group import Finish, Group, GroupMember
 from raypar.actors.collective.reductions import ReduceOp
@@ -118,11 +117,7 @@ class ShmGroup(Group):
             senders = [peer for peer in self._others if cut.counts[peer]]
             receivers = self._others if cut.counts[self.rank] else []
 
-            def use(wholes: Parts) -> None:
-                targets = [view for peer in wholes for view in cut.views(flat, peer)]
-                copy_each(targets, [view for peer, whole in wholes.items() for view in cut.views(whole, peer)])
-
-            return self._swap_flat(flat, receivers, senders, use)
+            return self._swap_flat(flat, receivers, senders, partial(cut.take, flat))
         if part is None:
             part = cut.part(flat, self.rank)
         else:
