@@ -8,8 +8,9 @@ shown with its source.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 
 from raypar.actors.machine.host_cores import num_cores
@@ -108,14 +109,23 @@ def before_run(sized: SizedRun) -> Prediction:
 
     A calibration that can't be read is logged, and not used. The argument is that of ``from_flops``.
     """
+    return predictor_of(sized.run)(sized)
+
+
+def predictor_of(run: Run) -> Callable[[SizedRun], Prediction]:
+    """Return what predicts a step before a run, and steps of the same run with other microbatches or schedules.
+
+    Args:
+        run: The run, as ``before_run`` has it.
+    """
     try:
         calibration = found_calibration()
     except ConfigError as error:
         log.warning("predicted without a calibration: %s", "; ".join(error.faults))
         calibration = None
-    if calibration is None or calibration_misfits(sized.run, calibration):
-        return from_flops(sized)
-    return from_calibration(sized, calibration)
+    if calibration is None or calibration_misfits(run, calibration):
+        return from_flops
+    return partial(from_calibration, calibration=calibration)
 
 
 def why_uncalibrated(run: Run) -> str:

@@ -6,8 +6,10 @@ import logging
 import math
 import shutil
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 from raypar.actors.data.examples.example_batches import open_sequences
@@ -21,13 +23,22 @@ from raypar.actors.specs.model import Layers, Transformer
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import LEARNED
+from raypar.config.run import check_run, unrecorded
 from raypar.errors import ConfigError
 from raypar.log_details import DETAIL
 from raypar.planner.calibrated.calibration_file import found_calibration
 from raypar.planner.hardware.stop_wait import SAVE_SECONDS, STOP_WAIT, is_ray_job, outlasts, stop_wait
-from raypar.planner.prediction import FROM_CALIBRATION, IN_SLOTS, Prediction, before_run, calibration_misfits, cautions
+from raypar.planner.prediction import (
+    FROM_CALIBRATION,
+    IN_SLOTS,
+    Prediction,
+    before_run,
+    calibration_misfits,
+    cautions,
+    predictor_of,
+)
 from raypar.planner.resource_needs import TOO_MUCH, Rows, actors_text, memory_needs
-from raypar.planner.rules_of_thumb import pipeline_advice
+from raypar.planner.rules_of_thumb import Remedy, more_microbatches, pipeline_advice
 from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
@@ -71,7 +82,8 @@ def plan_rows(
     """
     skeleton = skeleton or Skeleton(run.model, run.seed)
     sized = SizedRun.of(run, schedule, skeleton)
-    world, prediction = sized.world, before_run(sized)
+    predict = predictor_of(run)
+    world, prediction = sized.world, predict(sized)
     left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
     rows = [("actors", actors_text(run, origins)), ("steps", f"{run.steps:,} of {_batch_text(run)}{left}")]
     if run.resources != Resources():
@@ -106,7 +118,8 @@ def plan_rows(
         *rows,
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
-        *(("advice", text) for text in (*_advice(run, schedule, prediction), *_stop_advice(run, prediction.step))),
+        *(("advice", text) for text in _advice(sized, skeleton, prediction.timeline.bubble, predict)),
+        *(("advice", text) for text in _stop_advice(run, prediction.step)),
     ]
 
 
@@ -122,10 +135,35 @@ def _unfit(run: Run, prediction: Prediction) -> Iterator[str]:
             yield why
 
 
-def _advice(run: Run, schedule: Schedule, prediction: Prediction) -> Iterator[str]:
-    """Yield the rules of thumb that a run's pipeline breaks; without flushes there is no bubble in each step."""
-    if not schedule.stream:
-        yield from pipeline_advice(run.mesh.pp, run.microbatches, prediction.timeline.bubble, "more microbatches")
+def _advice(
+    sized: SizedRun, skeleton: Skeleton, bubble: float, predict: Callable[[SizedRun], Prediction]
+) -> Iterator[str]:
+    """Yield the rules of thumb that a run's pipeline breaks; without flushes there is no bubble in each step.
+
+    Args:
+        sized: The run.
+        skeleton: Its model without weights.
+        bubble: The predicted part of a step in which its pipeline is empty.
+        predict: Predicts a step of the run with other fields.
+    """
+    run = sized.run
+
+    def changed(other: Run) -> float | None:
+        """Return the bubble of another run; None if it is not allowed."""
+        try:
+            programs = check_run(other, skeleton=skeleton)
+        except ConfigError:
+            return None
+        return predict(SizedRun.of(other, programs["train"], skeleton)).timeline.bubble
+
+    if not sized.schedule.stream:
+        plain, more = unrecorded(run), more_microbatches(run.mesh.pp, run.microbatches)
+        larger, simple = replace(plain, microbatches=more), replace(plain, schedule="1f1b", chunks=None)
+        remedies = [
+            Remedy(f"with {more} microbatches", partial(changed, larger)),
+            Remedy("with schedule 1f1b, which may hold more activations,", partial(changed, simple)),
+        ]
+        yield from pipeline_advice(run.mesh.pp, run.microbatches, bubble, remedies)
 
 
 def _stop_advice(run: Run, step: float) -> Iterator[str]:

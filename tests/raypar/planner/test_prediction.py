@@ -24,6 +24,7 @@ from raypar.reporting.report import Report
 from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import milliseconds
+from raypar.schedules.schedule import Schedule
 
 
 def predicted(run, schedule):
@@ -48,10 +49,28 @@ def test_a_dry_run_advises_against_a_long_bubble_and_fewer_microbatches_than_ran
         return [told for name, told in plan_rows(run, check_run(run)["train"]) if name == "advice"]
 
     assert not advised()
-    assert advised(microbatches=1) == ["1 microbatch is fewer than the 2 pipeline ranks: give more microbatches"]
-    (told,) = advised(microbatches=4)
-    assert told.startswith("the bubble takes 1") and told.endswith("more microbatches would make it smaller")
+    (text,) = advised(microbatches=1)
+    few = "1 microbatch is fewer than the 2 pipeline ranks, and the bubble takes 42% of a step"
+    assert text == f"{few}: with 2 microbatches it would take 18%"
+    (text,) = advised(microbatches=3)
+    assert re.fullmatch(r"the bubble takes 1\d% of a step: with 6 microbatches it would take \d+%", text)
     assert not advised(mesh=Mesh(dp=2), microbatches=1)
+
+
+def test_more_microbatches_are_advised_only_where_they_help():
+    def advised(**changes):
+        run = replace(recipe("gpt-tiny"), **changes)
+        return [text for name, text in plan_rows(run, check_run(run)["train"]) if name == "advice"]
+
+    instead = "with schedule 1f1b, which may hold more activations, it would take"
+    (text,) = advised(schedule="naive", microbatches=16)
+    assert text.startswith("the bubble takes 5") and instead in text
+    fixed = Schedule.of("fixed", [[f"{rank}{op}{at}" for at in range(4) for op in "FB"] for rank in range(2)])
+    (text,) = advised(schedule=fixed, microbatches=4)
+    assert instead in text
+    assert not advised(schedule="naive", microbatches=1), "neither more microbatches nor 1f1b help"
+    (text,) = advised(schedule="v-min", mesh=Mesh(pp=4), microbatches=32)
+    assert instead in text
 
 
 def test_of_own_layers_the_bubble_is_in_slots():

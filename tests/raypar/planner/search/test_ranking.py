@@ -192,8 +192,10 @@ def test_runs_without_replicas_share_nothing():
 
 def test_a_pipeline_that_is_longer_than_the_batch_is_advised_against(ranking):
     run = replace(RUN, mesh=Mesh(pp=16), microbatches=8)
-    (told,) = advice(replace(ranking.best[0], run=run), SMALL)
-    assert "8 microbatches are fewer than the 16 pipeline ranks" in told
+    step = predicted(StepModel(run, RUN.model, SMALL))
+    (text,) = advice(replace(ranking.best[0], run=run, step=step), SMALL)
+    assert "8 microbatches are fewer than the 16 pipeline ranks, and the bubble takes 4" in text
+    assert f": with --batch {16 * run.micro_batch_size} it would take 2" in text
 
 
 def test_a_long_bubble_and_tensor_ranks_beyond_a_node_are_advised_against(ranking):
