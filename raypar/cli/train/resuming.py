@@ -148,14 +148,30 @@ def begins_again(begun: VerifiedCheckpoint, words: Sequence[str]) -> str:
     return f"resume with: raypar train {shlex.join(words)} (after step {begun.manifest.step})"
 
 
-def how_to_go_on(run: Run) -> str:
-    """Say how a run that has ended badly goes on: from its newest checkpoint, if it has one."""
+def begins_anew(run: Run, *, is_new: bool) -> str:
+    """Say how a run that has saved nothing begins anew; "" if the same command does it.
+
+    Args:
+        run: The run.
+        is_new: Whether the command chooses a new folder each time.
+    """
+    if is_new or run.folder is None or not holds_run(absolute(run.folder)):
+        return ""
+    return "the same command with --overwrite begins anew"
+
+
+def how_to_go_on(run: Run, *, is_new: bool) -> str:
+    """Say how a run that has ended badly goes on: from its newest checkpoint, if it has one, else anew.
+
+    The arguments are those of ``begins_anew``.
+    """
     from raypar.checkpoint.find import newest_listed
 
     if run.folder is None:
         return "nothing was saved: give --folder, and --save-every, to keep checkpoints"
     if (saved := newest_listed(absolute(run.folder) / CHECKPOINTS)) is None:
-        return "nothing was saved" + ("" if run.save_every else ": give --save-every to keep checkpoints")
+        keeps = "" if run.save_every else ": give --save-every to keep checkpoints"
+        return f"nothing was saved{keeps}; {begins_anew(run, is_new=is_new) or 'the same command begins anew'}"
     is_code = isinstance(run.schedule, str) and names_code(run.schedule)
     code = f" --schedule {shlex.quote(str(run.schedule))}" if is_code else ""
     return f"resume with: raypar train --resume {shlex.quote(run.folder)}{code} (after step {saved.step})"

@@ -31,6 +31,7 @@ from raypar.actors.specs.worlds import world_of
 from raypar.cli.train.mesh_origins import mesh_origins, too_many_actors
 from raypar.cli.train.resuming import (
     begins_again,
+    begins_anew,
     begun_by,
     finished,
     how_to_go_on,
@@ -261,10 +262,10 @@ def train(words: Sequence[str], terminal: bool, start: Run | None = None) -> Dry
     except ConfigError:
         raise
     except BaseException as error:  # a signal during the launch may be another error, of Ray's
-        how = how_to_go_on(run) if launches else begins_again(begun, words) if begun is not None else ""
-        if how:
-            notes = [note for note in getattr(error, "__notes__", []) if not note.startswith(TO_GO_ON)]
-            error.__notes__ = [*notes, how]
+        how = how_to_go_on(run, is_new=chosen_folder) if launches else ""
+        how = how or (begins_anew(run, is_new=chosen_folder) if begun is None else begins_again(begun, words))
+        notes = [note for note in getattr(error, "__notes__", []) if not note.startswith(TO_GO_ON)]
+        error.__notes__ = [*notes, how] if how else notes
         raise
 
 

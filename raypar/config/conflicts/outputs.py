@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from itertools import dropwhile
 from pathlib import Path
+from shlex import quote
 
 from raypar.actors.specs.types import Tracker
 from raypar.config.fields import short_repr
@@ -162,12 +163,13 @@ def run_folder_faults(folder: str, resumed: Path | None, *, overwrite: bool = Fa
         yield f"folder {folder!r} has no name: give it one, or leave it out"
         return
     try:
-        yield from (f"folder {folder!r} {fault}" for fault in _faults(absolute(folder), resumed, overwrite))
+        yield from (f"folder {folder!r} {fault}" for fault in _faults(folder, resumed, overwrite))
     except (OSError, RuntimeError, ValueError) as error:
         yield f"folder {folder!r} can't be used ({getattr(error, 'strerror', None) or error}): give another path"
 
 
-def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
+def _faults(folder: str, resumed: Path | None, overwrite: bool) -> Iterator[str]:
+    path = absolute(folder)
     line = (*reversed(path.parents), path)
     new = list(dropwhile(os.path.lexists, line))
     for name in dict.fromkeys([*(step.name for step in new), path.name]):
@@ -196,7 +198,8 @@ def _faults(path: Path, resumed: Path | None, overwrite: bool) -> Iterator[str]:
         elif taken:
             fix = "replace it with --overwrite (overwrite=True), or give another folder"
             if (path / CHECKPOINTS).is_dir() and checkpoints(path / CHECKPOINTS):
-                fix = f"resume it with --resume {path} (in Python launch(run, resume=...)), {fix}"
+                go_on = f"raypar train --resume {quote(folder)} (in Python launch(run, resume={folder!r}))"
+                fix = f"go on with it by {go_on}, {fix}"
             yield f"holds a run already ({taken[0]}): {fix}"
 
 

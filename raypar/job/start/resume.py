@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 from raypar.actors.checkpoint.logical import DTYPES, Logical
@@ -28,7 +29,7 @@ from raypar.config.schedule import Programs
 from raypar.config.toml import as_begun, flat, plain_of
 from raypar.errors import ConfigError
 from raypar.job.start.launchable import TrialRun, check_launch
-from raypar.paths import AUTO, CHECKPOINTS, absolute, checkpoints_in, holds_run, step_of
+from raypar.paths import AUTO, CHECKPOINTS, RUN, absolute, checkpoints_in, holds_run, step_of
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def find(
     Raises:
         ConfigError: There is no sound checkpoint.
     """
-    folder = absolute(path)
+    folder, named = absolute(path), path
     if others := instead_of(folder):
         raise ConfigError([others if typed else f"resume: {others}"])
     if not os.path.lexists(folder):
@@ -71,8 +72,11 @@ def find(
         busy = _unsaved(folder, typed) if not one and not path.exists() else ""
         raise ConfigError([busy] if busy else [f"{what}: {fault}" for fault in error.faults]) from error
     if found is None:
-        anew = "without resume and with --overwrite (overwrite=True)" if holds_run(folder) else "without resume"
-        otherwise = otherwise or f"give another folder, or start anew, {anew}"
+        anew = "start anew, without resume"
+        if holds_run(folder):
+            again = f"raypar train {quote(str(named / RUN))} --folder {quote(str(named))} --overwrite"
+            anew = f"begin its run anew with {again} (in Python launch(run, overwrite=True))"
+        otherwise = otherwise or f"give another folder, or {anew}"
         lack = f"{repr(typed) if typed else f'resume {str(path)!r}'}: there is no sound checkpoint in it: {otherwise}"
         raise ConfigError([_unsaved(folder, typed) or lack])
     return found

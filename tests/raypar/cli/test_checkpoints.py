@@ -160,7 +160,8 @@ def test_train_leaves_a_folder_and_goes_on_in_it(said, kept_actors, tmp_path, mo
     err = said("train", "--resume", old, "--steps", 9, "--dry-run")[2]
     assert "has 'step-00000004', and this run begins at step 3" in err
     err = said("train", *words, "--folder", "a/run", "--dry-run")[2]
-    assert "holds a run already (run.toml): resume it with --resume" in err
+    fix = "go on with it by raypar train --resume a/run (in Python launch(run, resume='a/run')), replace it"
+    assert f"holds a run already (run.toml): {fix}" in err
     assert said("train", "a/run/run.toml", "--dry-run")[0] == 0, "another run makes a folder of its own"
     assert said("train", "a/run/run.toml", "--folder", "other", "--dry-run")[0] == 0
     assert not (tmp_path / "other").exists()

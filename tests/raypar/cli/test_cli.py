@@ -345,6 +345,31 @@ def test_a_resumed_run_that_ends_in_its_launch_says_how_to_go_on(said, monkeypat
     assert err.splitlines()[-2:] == [f"raypar: {told}", how]
 
 
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("folder", ["mine", "none", "auto"])
+def test_a_run_that_ends_before_a_checkpoint_says_how_it_begins_anew(said, monkeypatch, tmp_path, launched, folder):
+    def pressed(run, args, schedule, begun, launches, **_):
+        if run.folder:
+            Path(run.folder).mkdir(parents=True, exist_ok=True)
+            (Path(run.folder) / "run.toml").touch()
+        launches += [1.0] * launched
+        error = KeyboardInterrupt()
+        error.add_note(f"{TO_GO_ON}launch the run again.")  # the job's, in Python's words
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "_trained", pressed)
+    code, _, err = said("train", "gpt-tiny", "--folder", folder)
+    anew = f"the same command{' with --overwrite' * (folder == 'mine')} begins anew"
+    if not launched:
+        ends = f"raypar: interrupted\n{anew}" if folder == "mine" else f"raypar: interrupted: {anew}"
+    elif folder == "none":
+        ends = "nothing was saved: give --folder, and --save-every, to keep checkpoints"
+    else:
+        ends = f"nothing was saved: give --save-every to keep checkpoints; {anew}"
+    assert code == 130 and err.endswith(f"{ends}\n") and TO_GO_ON not in err
+
+
 def test_paper_commands_bring_in_neither_torch_nor_ray():
     code = (
         "import sys; from raypar.cli.main import run_command as main\n"

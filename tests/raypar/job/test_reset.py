@@ -29,7 +29,7 @@ def test_the_folder_of_the_run_that_is_replaced_is_not_taken_for_another_one_und
     job, run = job_on(2), run_in(tmp_path / "run", save_every=2)
     job.reset(run)
     job.train(2)
-    with pytest.raises(rp.ConfigError, match=r"holds a run already .*: resume it with"):
+    with pytest.raises(rp.ConfigError, match=r"holds a run already .*: go on with it by raypar train"):
         job.reset(run)
     with pytest.raises(rp.ConfigError, match=r"another job writes to it|holds a run that is under way"):
         rp.launch(run)

@@ -318,7 +318,8 @@ def test_there_has_to_be_one(tmp_path):
     ]
     (tmp_path / "run.toml").touch()
     (fault,) = faults_of(tiny(), resume=tmp_path)
-    assert fault.endswith("or start anew, without resume and with --overwrite (overwrite=True)")
+    command = f"raypar train {tmp_path}/run.toml --folder {tmp_path} --overwrite"
+    assert fault.endswith(f"or begin its run anew with {command} (in Python launch(run, overwrite=True))")
     assert faults_of(tiny(), resume=tmp_path / "nowhere") == [
         f"resume: there is no '{tmp_path}/nowhere': correct the path"
     ]
@@ -330,7 +331,8 @@ def test_a_run_does_not_save_below_checkpoints_of_another_one(trained):
     assert steps == "steps is 0: it must be at least 1"
     reported = (
         "that is under way: end that one first, or give another folder",  # by the job of these tests
-        f"already (run.toml): resume it with --resume {run} (in Python launch(run, resume=...)), replace it with "
+        f"already (run.toml): go on with it by raypar train --resume {run} (in Python launch(run, "
+        f"resume={str(run)!r})), replace it with "
         "--overwrite (overwrite=True), or give another folder",
     )
     assert taken in [f"folder {str(run)!r} holds a run {rest}" for rest in reported]

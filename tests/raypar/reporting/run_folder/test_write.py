@@ -328,7 +328,8 @@ def test_a_run_that_is_there_is_not_written_over_but_resumed(tmp_path):
         first = f"folder {str(tmp_path)!r} holds a run already ({name}): "
         assert list(run_folder_faults(str(tmp_path), None)) == [first + fix], "it has no checkpoint"
         (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-        how = f"resume it with --resume {tmp_path} (in Python launch(run, resume=...)), "
+        command = f"raypar train --resume {tmp_path} (in Python launch(run, resume={str(tmp_path)!r}))"
+        how = f"go on with it by {command}, "
         assert list(run_folder_faults(str(tmp_path), None)) == [first + how + fix]
         shutil.rmtree(tmp_path / "checkpoints")
         (tmp_path / name).unlink()
