@@ -82,7 +82,7 @@ def show(words: Sequence[str], terminal: bool) -> str:
         raise ConfigError([f"{given}: {_USAGE}"])
     spec, args = _spec(parse_command(ShowArgs(), words[1:], "data show", _WHAT))
     faults = example_faults(spec, args.seq, sys.maxsize)
-    ConfigError.raise_if(f"data.{fault}".replace("--data.template", "--template") for fault in faults)
+    ConfigError.raise_if(f"data.{fault}".replace("--data.", "--").replace("model.seq", "--seq") for fault in faults)
     warn_of_examples(spec, args.seq)
     train, val = open_sequences(spec, args.seq)
     samples = np.arange(args.first, args.first + args.number, dtype=np.int64)

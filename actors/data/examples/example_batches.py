@@ -251,6 +251,6 @@ def _unlearned(examples: ExampleSet, spec: Examples, seq: int) -> str:
     ids = converted.ids[first : int(converted.ends[example])][: seq + 1]
     shown = Tokenizer(spec.tokenizer, spec.template).decoded(ids.tolist())
     return (
-        f"no token of its examples is a target in the first {seq + 1}, such as of {shown[:200]!r}: give answers of the "
-        "assistant, or learn='all', or a longer model.seq"
+        f"no token of its examples is a target in the first {seq + 1:,} tokens (model.seq + 1), such as of "
+        f"{shown[:200]!r}: give answers of the assistant, or data.learn 'all' (--data.learn all), or a longer model.seq"
     )

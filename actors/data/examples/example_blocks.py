@@ -70,33 +70,32 @@ def examples_in(block: bytes) -> Iterator[FoundExample]:
     """Yield the examples of a block. Raises ExampleError if pyarrow is missing."""
     raw, _, body = block.partition(b"\n")
     head = json.loads(raw)
-    file, number = head["file"], head["example"]
+    file, number = head["file"], head["number"]
     if head["kind"] == "wrong":
         yield FoundExample(file, ExampleError(body.decode()))
     elif head["kind"] == "lines":
-        for line, text in enumerate(body.split(b"\n"), head["line"]):
+        for line, text in enumerate(body.split(b"\n"), number):
             if text.strip():
-                yield _parsed(text, f"{file}, line {line},", f"example {number} of {file}")
-                number += 1
+                yield _parsed(text, f"line {line} of {file}")
     else:
         records = _batch(body) if head["kind"] == "rows" else json.loads(body)
         yield from (FoundExample(f"example {number + i} of {file}", record) for i, record in enumerate(records))
 
 
-def _block(kind: str, file: str, body: bytes, *, example: int = 1, line: int = 1) -> bytes:
-    head = {"kind": kind, "file": file, "example": example, "line": line}
+def _block(kind: str, file: str, body: bytes, number: int = 1) -> bytes:
+    """Return a block of a kind, whose first line of the file or whose first example has this number."""
+    head = {"kind": kind, "file": file, "number": number}
     return json.dumps(head).encode() + b"\n" + body
 
 
 def _lines(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
-    """Yield the lines of a file in blocks, each with the numbers of its first line and example."""
-    example = line = 1
+    """Yield the lines of a file in blocks, each with the number of its first line."""
+    line = 1
     with open_named(file) as source:
         while lines := [*_some(source.readline)]:
             body = b"".join(lines)
-            yield _block("lines", file.name, body, example=example, line=line)
+            yield _block("lines", file.name, body, line)
             line += len(lines)
-            example += sum(not one.isspace() for one in lines)
             read(len(body))
 
 
@@ -112,11 +111,13 @@ def _some(readline: Callable[[int], bytes]) -> Iterator[bytes]:
             return
 
 
-def _parsed(raw: bytes, where: str, named: str) -> FoundExample:
+def _parsed(line: bytes, where: str) -> FoundExample:
     try:
-        return FoundExample(named, json.loads(raw))
+        return FoundExample(where, json.loads(line))
+    except json.JSONDecodeError as error:  # its text counts lines within this one
+        return FoundExample(where, ExampleError(f"is not JSON ({error.msg}: column {error.colno})"))
     except (ValueError, RecursionError) as error:
-        return FoundExample(named, ExampleError(f"{where} is not JSON ({error})"))
+        return FoundExample(where, ExampleError(f"is not JSON ({error})"))
 
 
 def _json(file: Path) -> Iterator[bytes]:
@@ -125,7 +126,7 @@ def _json(file: Path) -> Iterator[bytes]:
         with open_named(file) as source:
             found = json.loads(source.read())
     except (ValueError, RecursionError) as error:
-        yield _block("wrong", file.name, f"{file.name} is not JSON ({error})".encode())
+        yield _block("wrong", file.name, f"is not JSON ({error})".encode())
         return
     yield from _values(file.name, found if isinstance(found, list) else [found])
 
@@ -133,7 +134,7 @@ def _json(file: Path) -> Iterator[bytes]:
 def _values(file: str, values: Sequence[Any]) -> Iterator[bytes]:
     for first in range(0, len(values), _EXAMPLES):
         body = json.dumps(values[first : first + _EXAMPLES]).encode()
-        yield _block("values", file, body, example=first + 1)
+        yield _block("values", file, body, first + 1)
 
 
 def _rows(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
@@ -159,7 +160,7 @@ def _rows(file: Path, read: Callable[[int], None]) -> Iterator[bytes]:
                 sink = pyarrow.BufferOutputStream()
                 with pyarrow.ipc.new_stream(sink, batch.schema) as out:
                     out.write_batch(batch)
-                yield _block("rows", file.name, sink.getvalue().to_pybytes(), example=example)
+                yield _block("rows", file.name, sink.getvalue().to_pybytes(), example)
                 example += batch.num_rows
             now = size * (example - 1) // rows if rows else source.tell()
             read(now - reported)

@@ -87,10 +87,9 @@ class ExampleConversion:
         """Yield the examples of a block as text. Faults are added to ``faults``."""
         template, end = self.opened.template, self.opened.end
         for where, record in examples_in(block):
-            if isinstance(record, ExampleError):
-                add_fault(faults, str(record), "")
-                continue
             try:
+                if isinstance(record, ExampleError):
+                    raise record
                 yield example_as_text(record, template, end, learns_all=self.learn == "all")
             except ExampleError as error:
                 add_fault(faults, str(error), f"{where} ")

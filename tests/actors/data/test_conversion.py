@@ -142,8 +142,8 @@ def test_faults_of_later_blocks_know_their_lines_and_nothing_is_left(tmp_path, m
     with pytest.raises(TextError) as caught:
         open_examples("path", str(path), spec, sent)
     assert [fault.partition(" (")[0].partition(":  ")[0] for fault in caught.value.faults] == [
-        "path: data.jsonl, line 16, is not JSON",
-        "path: example 21 of data.jsonl has texts: an example has text, messages, or prompt and completion",
+        "path: line 16 of data.jsonl is not JSON",
+        "path: line 23 of data.jsonl has texts: an example has text, messages, or prompt and completion",
     ]
     assert not [*(tmp_path / "cache" / "examples").iterdir()]
 

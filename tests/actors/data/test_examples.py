@@ -95,7 +95,7 @@ def test_a_template_that_leaves_earlier_answers_out_is_told(tmp_path):
     path = str(made_jsonl(tmp_path / "data.jsonl", [{"text": "a"}, *[{"messages": TALK}] * 7]))
     (fault,) = example_faults(rp.Examples(path, str(folder), cache=str(tmp_path)), 64, 300)
     assert (
-        "path: example 2 of data.jsonl has message 1, an answer that is not found in what the chat template writes"
+        "path: line 2 of data.jsonl has message 1, an answer that is not found in what the chat template writes"
         in fault
     )
     assert fault.endswith("(and 6 more of the 8 examples that were read)")
@@ -113,12 +113,12 @@ def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(lines))
     faults = example_faults(rp.Examples(str(path), str(folder), cache=str(tmp_path / "cache")), 64, 300)
-    assert [fault.partition(":")[2][:60].strip() for fault in faults] == [
-        "data.jsonl, line 1, is not JSON (Expecting property name en",
-        "example 2 of data.jsonl has texts: an example has text, mes",
-        "example 3 of data.jsonl is 5: an example is an object with",
-        "example 4 of data.jsonl has messages []: they are a list wi",
-        "example 5 of data.jsonl has message 0 {'role': 'user'}: a m",
+    assert [fault.partition(":")[2][:57].strip() for fault in faults] == [
+        "line 1 of data.jsonl is not JSON (Expecting property nam",
+        "line 2 of data.jsonl has texts: an example has text, mes",
+        "line 3 of data.jsonl is 5: an example is an object with",
+        "line 4 of data.jsonl has messages []: they are a list wi",
+        "line 5 of data.jsonl has message 0 {'role': 'user'}: a m",
     ]
     assert not list((tmp_path / "cache").rglob("*.json"))
     (tmp_path / "none").mkdir()
@@ -150,7 +150,10 @@ def test_a_vocabulary_that_is_too_small_and_examples_without_answers_are_told(fo
 def test_a_path_whose_sets_both_lack_a_target_has_one_fault(folder, tmp_path):
     talks = [{"messages": [{"role": "user", "content": f"{number}"}]} for number in range(20)]
     (fault,) = example_faults(rp.Examples(str(made_jsonl(tmp_path / "a.jsonl", talks)), str(folder)), 64, 300)
-    assert fault.startswith("path: no token of its examples is a target")
+    assert fault.startswith(
+        "path: no token of its examples is a target in the first 65 tokens (model.seq + 1), such as"
+    )
+    assert "data.learn 'all' (--data.learn all)" in fault
 
 
 def test_packing_leaves_little_room_and_every_piece_is_in_one_sequence():
@@ -204,7 +207,7 @@ def test_without_a_tokenizer_the_bytes_of_what_is_learned_are():
 
 
 FINE = b'{"text": "fine"}\n' * 3
-HALF = "example 4 of it.jsonl has half of a character, \\ud800, which no text can have: write all of it"
+HALF = "line 4 of it.jsonl has half of a character, \\ud800, which no text can have: write all of it"
 
 
 @pytest.mark.parametrize(
