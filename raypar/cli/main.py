@@ -46,7 +46,9 @@ _VERBOSE = {"-v", "--verbose"}
 _MORE = "raypar plan shows bytes and seconds, and compares levels of ZeRO"
 
 _OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR)  # errors of paths that nothing can have
-_MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"}
+_MEANT = {"repl": "step", "shell": "step", "resume": "train --resume", "run": "train"} | dict.fromkeys(
+    ["finetune", "fine-tune", "tune", "lora"], "sft"
+)
 
 
 def run_command(argv: Sequence[str] | None = None) -> int:
@@ -112,9 +114,11 @@ def _help_text() -> str:
 
 def _meant(name: str) -> str:
     """Say which command may be meant by one that there is not."""
-    from raypar.config.recipe_tables import RECIPES
+    from raypar.config.recipe_tables import ENDINGS, RECIPES
     from raypar.schedules.nearest_name import did_you_mean
 
+    if name.endswith(ENDINGS):
+        return f"did you mean {f'sft {name} --model FOLDER'!r}?"
     meant = f"train {name}" if name in RECIPES or name.endswith(".toml") else _MEANT.get(name)
     return f"did you mean {meant!r}?" if meant else did_you_mean(name, COMMANDS, "see raypar --help", spelled=repr)
 

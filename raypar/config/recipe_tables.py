@@ -23,6 +23,7 @@ RECIPES: Mapping[str, str] = {  # what each is
     "moe-tiny": "gpt-tiny with four experts instead of each MLP",
     "moe-small": "gpt-small with eight experts instead of each MLP",
 }
+ENDINGS = (".jsonl", ".parquet", ".arrow")  # of files of examples that are no files of runs
 _MODELS = re.compile(
     r"(.*/)?(gpt-?2|(smollm|llama-?\d|bert|bloom|falcon|gemma|mistral|mixtral|opt-|phi-|pythia|qwen).*)"
 )
@@ -48,6 +49,14 @@ def _sized(name: object) -> str:
     return f"sizes are flags of the model, as in {flags}; "
 
 
+def _of_examples(name: object) -> str:
+    """Return the command that learns from examples, if this is the name of a file of some; "" for other names."""
+    if not isinstance(name, str | PathLike) or not str(name).endswith(ENDINGS):
+        return ""
+    fix = f"raypar sft {quote(str(name))} --model FOLDER"
+    return f"for a file of examples give {fix}, or data=rp.Examples({str(name)!r}); "
+
+
 def recipe_table(name: object) -> dict[str, Any]:
     """Return the table of a recipe, as a file for ``raypar train`` has it.
 
@@ -59,6 +68,6 @@ def recipe_table(name: object) -> dict[str, Any]:
     if isinstance(name, str | PathLike) and (Path(name) / "config.json").exists():
         fix = f"use --model.hf {quote(str(name))}, or rp.HF({str(name)!r})"
         raise ConfigError([f"there is no recipe {str(name)!r}, but a folder of Hugging Face: {fix}"])
-    sized, known = _sized(name), f"known are {', '.join(RECIPES)}{_in_a_folder(name)}"
+    sized, known = _of_examples(name) or _sized(name), f"known are {', '.join(RECIPES)}{_in_a_folder(name)}"
     fix = sized + known if sized else did_you_mean(str(name), RECIPES, known, spelled=repr, both=True)
     raise ConfigError([f"there is no recipe {name!r}: {fix}"])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, takewhile
+from pathlib import Path
 
 from raypar.actors.data.examples.example_sets import missing_files
 from raypar.actors.specs.data import Examples
@@ -57,6 +59,11 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
         raise ConfigError(["sft begins a run: go on with one by raypar train --resume RUN"])
     folder = _taken(left, "--model")
     named = [*takewhile(lambda word: not word.startswith("-"), left)]
+    model = next((word for word in named if (Path(word) / "config.json").is_file()), None)
+    if folder is None and model is not None:
+        examples = shlex.join(word for word in named if word != model) or "EXAMPLES"
+        fix = f"raypar sft {examples} --model {shlex.quote(model)}"
+        raise ConfigError([f"--model is missing before {model!r}, the folder of a model of Hugging Face: {fix}"])
     path, faults = named_examples(named, _USAGE)
     if folder is None:
         faults.append(f"--model is missing, the folder of a model of Hugging Face: {_USAGE}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -63,8 +64,8 @@ class FlagField(NamedTuple):
 
     @property
     def about(self) -> str:
-        """What its class says of it."""
-        return abouts(self.owner).get(self.path.rpartition(".")[2], "")
+        """What its class says of it, in the words of a command line."""
+        return re.sub(r"\bNone\b", "none", abouts(self.owner).get(self.path.rpartition(".")[2], ""))
 
 
 def flag_fields(kind: type, default: object, below: str = "") -> Iterator[FlagField]:

@@ -102,9 +102,14 @@ class Help(NamedTuple):
         elif not found:
             found = [one for one in every if subject.lower() in one.about.lower()]
         if subject and not found:
-            words = [*self.subjects(every), *(one.path.replace("_", "-") for one in every)]
+            names = [one.path.replace("_", "-") for one in every]
+            parts = {part for name in names for part in re.split(r"[.-]", name)}
+            words = [*self.subjects(every), *names, *sorted(parts)]
+            said = sorted({word for one in every for word in re.findall(r"[a-z]{4,}", one.about)})
             known = ", ".join([*self.subjects(every), "or a part of a flag"])
-            fix = did_you_mean(subject, words, f"give {known}", spelled=repr)
+            fix = did_you_mean(subject, words, spelled=repr) or did_you_mean(
+                subject, said, f"give {known}", spelled=repr
+            )
             raise ConfigError([f"--help: no flag and no group of flags is named {subject!r}: {fix}"])
         lines = [f"usage: raypar {' '.join(filter(None, (self.command, wording.usage)))} [flags]", "", self.what, ""]
         if name:

@@ -384,7 +384,9 @@ class Waiting:
 
 
 def _outcome(answer: Answer) -> Any:
-    """Return the result of a call, or the exception that its actor has raised."""
+    """Return the result of a call, or the exception that its actor has raised; of an actor that died a JobError."""
+    if _is_death(answer.error):
+        return JobError("it died")  # Ray's text says it in other words than all other messages
     return answer.value if answer.error is None else remote_cause(answer.error)
 
 

@@ -231,7 +231,8 @@ class Saver:
     def _warn(self, step: int, error: BaseException) -> None:
         """Log that a checkpoint is missing. Whether the run goes on is another matter: the actors may have died."""
         before = "" if self.newest is None else f"; the newest is {self.newest.name}"
-        log.warning("no checkpoint of step %d was saved%s:\n%s", step, before, error)
+        lines = "\n" if "\n" in str(error) else " "
+        log.warning("no checkpoint of step %d was saved%s:%s%s", step, before, lines, error)
 
     def _answered(self, asked: Sequence[Sequence[Any]], then: Callable[..., None]) -> None:
         answers = [self._calls.outcomes(refs, self._given_up) for refs in asked]

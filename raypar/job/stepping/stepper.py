@@ -155,7 +155,8 @@ class Stepper:
     def next(self) -> Taken:
         """Take the next move of the schedule. Raises StopIteration if only ``finish`` is left."""
         if self._over is None and not self._board.left:
-            raise StopIteration(f"every action is taken; next: {self._cursor()}")
+            another = "" if self.midway else ": s = job.stepper() begins another one"
+            raise StopIteration(f"every action is taken; next: {self._cursor()}{another}")
         return self.run(1)
 
     def run(self, moves: Steps | None = None) -> Taken:

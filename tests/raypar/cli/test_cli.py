@@ -57,7 +57,9 @@ def test_help_names_every_command_and_exit_code(said):
     assert code == 0
     for word in ["train", "verify", "draw", "check", "simulate", "gallery", "compare", "130", "143", "gpt-124m"]:
         assert word in out
-    assert "exit codes:" in out
+    assert "exit codes:" in out and "without actors, in seconds" in out
+    flat = " ".join(out.split())
+    assert "130 stopped with Ctrl-C, after a checkpoint if there is a folder and a step was done;" in flat
     assert [*dict.fromkeys(re.findall(r"^  raypar ([a-z]+)", out, re.MULTILINE))] == [*cli.COMMANDS]
     assert said("--version") == (0, "raypar 0.1.0\n", "")
 
@@ -66,6 +68,9 @@ def test_a_wrong_command_is_guessed(said):
     code, out, err = said("trian")
     assert (code, out, err) == (2, "", "raypar: there is no command 'trian': did you mean 'train'?\n")
     assert "did you mean 'step'?" in said("repl")[2]
+    assert "did you mean 'sft'?" in said("finetune", "talks.jsonl")[2]
+    assert "did you mean 'sft talks.jsonl --model FOLDER'?" in said("talks.jsonl")[2]
+    assert "for a file of examples give raypar sft talks.jsonl --model FOLDER" in said("train", "talks.jsonl")[2]
     assert "did you mean 'train --resume'?" in said("resume", "runs/a")[2]
     assert "did you mean 'train gpt-tiny'?" in said("gpt-tiny")[2]
     assert said()[0] == 2

@@ -161,6 +161,17 @@ def test_mistakes_are_told(said, words, says, tmp_path, monkeypatch):
     assert (code, out) == (2, "") and says in err
 
 
+@pytest.mark.parametrize("words", [("my model", "talks.jsonl"), ("talks.jsonl", "my model"), ("my model",)])
+def test_a_model_without_its_flag_is_the_only_mistake(said, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my model").mkdir()
+    (tmp_path / "my model" / "config.json").write_text("{}")
+    code, _, err = said("sft", *words, "--stepz", 3)
+    fix = f"raypar sft {'talks.jsonl' if len(words) > 1 else 'EXAMPLES'} --model 'my model'"
+    fault = f"--model is missing before 'my model', the folder of a model of Hugging Face: {fix}"
+    assert (code, err) == (2, f"raypar: a mistake, no step was taken:\n{fault}\n")
+
+
 def test_a_word_among_the_flags_is_a_mistake(said, folder, tmp_path):
     path = str(made_jsonl(tmp_path / "talks.jsonl", [{"messages": TALK}] * 20))
     for word in ("gpt-small", "more.jsonl"):

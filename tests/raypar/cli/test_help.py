@@ -99,6 +99,20 @@ def test_help_is_about_a_subject_and_of_the_recipe_that_is_named(at_width):
     assert "--model.kind gpt|llama" in at_width(100, "train", "--help", "kind")
 
 
+def test_a_misspelled_subject_of_help_is_guessed_from_all_words_of_help(said):
+    assert "is named 'chekpoint': did you mean 'checkpoint'?" in " ".join(
+        said("train", "--help", "chekpoint")[2].split()
+    )
+    assert said("train", "--help", "checkpoint")[0] == 0
+
+
+def test_help_spells_none_as_a_command_line_does():
+    every = [one for kind in (TrainArgs, RunArgs) for one in fields_of_every_part(kind)]
+    about = {one.path: one.about for one in every}
+    assert "none: 1, but 0 with a parameter_server" in about["zero"] and about["keep_last"].endswith("none keeps all")
+    assert not [path for path, text in about.items() if re.search(r"\bNone\b", text)]
+
+
 @pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name].arguments])
 def test_help_about_nothing_that_it_knows_says_what_it_knows(said, name):
     words = *HELP_WORDS.get(name, (name, "--help")), "zzz"

@@ -290,7 +290,7 @@ def test_the_stepper_moves_draws_and_finishes(job):
         job.step()
     report = stepper.finish()
     assert stepper.finish() is report
-    with pytest.raises(StopIteration):
+    with pytest.raises(StopIteration, match=r"the step is finished: s = job\.stepper\(\) begins another one$"):
         stepper.next()
     assert job.next_step == 1
     assert job.step().step == 1

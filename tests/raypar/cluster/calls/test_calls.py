@@ -33,6 +33,11 @@ def got(refs, timeout=None):
     return [ref.result(0) for ref in refs] if isinstance(refs, list) else refs.result(0)
 
 
+def test_a_call_whose_actor_died_has_the_same_words_as_other_deaths():
+    outcome = calls._outcome(calls.Answer("ref", 0, None, ActorDiedError()))
+    assert isinstance(outcome, rp.JobError) and str(outcome) == "it died"
+
+
 def failing(monkeypatch, secondary, second):
     """What is told when actor 0 fails in a message, and actor 1, whose calls are done, answers so."""
     monkeypatch.setattr(calls, "ray", SimpleNamespace(get=got))

@@ -175,7 +175,7 @@ def test_a_last_checkpoint_that_is_missing_is_known(actors, tmp_path, caplog):
     assert (saver.newest.name, saver.lost) == ("step-00000008", None)
     actors.wrong = {1: CheckpointError(["no space left"])}
     saver.after(10)
-    assert "no checkpoint of step 10 was saved; the newest is step-00000008:\nactor pp=1: no space" in caplog.text
+    assert "no checkpoint of step 10 was saved; the newest is step-00000008: actor pp=1: no space" in caplog.text
     assert saver.newest.name == "step-00000008"
     assert "no space left" in str(saver.lost)
     actors.wrong = {}
