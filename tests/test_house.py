@@ -536,7 +536,7 @@ MAY_IMPORT = {
     "raypar/planner": (
         "actors/machine actors/mesh actors/models actors/specs raypar raypar/planner/calibrated "
         "raypar/planner/formulas raypar/planner/hardware raypar/planner/memory raypar/planner/search "
-        "raypar/planner/sizes schedules schedules/passes schedules/simulation"
+        "raypar/planner/sizes raypar/planner/timing schedules schedules/passes schedules/simulation"
     ),
     "raypar/planner/calibrated": (
         "actors actors/machine actors/mesh actors/models actors/specs raypar raypar/planner "

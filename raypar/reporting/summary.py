@@ -118,8 +118,7 @@ def plan_rows(
         *rows,
         ("bubble", prediction.bubble),
         ("activations in flight", f"{_each(prediction.timeline.in_flight)} predicted"),
-        *(("advice", text) for text in _advice(sized, skeleton, prediction.timeline.bubble, predict)),
-        *(("advice", text) for text in _stop_advice(run, prediction.step)),
+        *(("advice", text) for text in _advice(sized, skeleton, prediction, predict)),
     ]
 
 
@@ -136,14 +135,14 @@ def _unfit(run: Run, prediction: Prediction) -> Iterator[str]:
 
 
 def _advice(
-    sized: SizedRun, skeleton: Skeleton, bubble: float, predict: Callable[[SizedRun], Prediction]
+    sized: SizedRun, skeleton: Skeleton, prediction: Prediction, predict: Callable[[SizedRun], Prediction]
 ) -> Iterator[str]:
-    """Yield the rules of thumb that a run's pipeline breaks; without flushes there is no bubble in each step.
+    """Yield the rules of thumb that a run's pipeline breaks, and what saves it; without flushes no step has a bubble.
 
     Args:
         sized: The run.
         skeleton: Its model without weights.
-        bubble: The predicted part of a step in which its pipeline is empty.
+        prediction: A step.
         predict: Predicts a step of the run with other fields.
     """
     run = sized.run
@@ -163,7 +162,8 @@ def _advice(
             Remedy(f"with {more} microbatches", partial(changed, larger)),
             Remedy("with schedule 1f1b, which may hold more activations,", partial(changed, simple)),
         ]
-        yield from pipeline_advice(run.mesh.pp, run.microbatches, bubble, remedies)
+        yield from pipeline_advice(run.mesh.pp, run.microbatches, prediction.timeline.bubble, remedies)
+    yield from _stop_advice(run, prediction.step)
 
 
 def _stop_advice(run: Run, step: float) -> Iterator[str]:
