@@ -28,9 +28,9 @@ from tests.bench.save_stall import Saved, Took, report
 from tests.bench.snapshot_cost import RUNS as SNAPSHOT_RUNS
 from tests.support.examples import made_tokenizer
 from tests.support.hosts import missing
-from tests.support.thinned import thinned
 from tests.support.hugging_face import checkpoint_of
 from tests.support.team import Team
+from tests.support.thinned import thinned
 
 FOLDER = Path(__file__).parent
 NO_PROGRAMS = {"child": "a process of a contestant, which __main__ starts"}
