@@ -152,7 +152,7 @@ def _code_of(error: Exception, command: Command, words: list[str]) -> int | None
             from raypar.cli.words.flags import named_as_typed
 
             faults = named_as_typed(error.faults, words)
-            if not command.has_steps:
+            if not command.has_steps or "--help" in words or "-h" in words:
                 return _fail(_mistakes(faults), MISTAKE)
             count = "a mistake" if len(faults) == 1 else f"{len(faults)} mistakes"
             return _fail(f"{count}, no step was taken:\n{ConfigError(faults)}", MISTAKE)

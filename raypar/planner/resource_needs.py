@@ -55,7 +55,8 @@ def actors_text(run: Run, origins: Mapping[str, str] | None = None) -> str:
         origins: By axis, what set it if that was not the user.
     """
     factors, count = actor_factors(run, origins), world_of(run).size
-    return f"{count} = {factors}" if factors else str(count)
+    spares = f", and {run.spares} spare{'s' * (run.spares != 1)}" if run.spares else ""
+    return (f"{count} = {factors}" if factors else str(count)) + spares
 
 
 def actor_factors(run: Run, origins: Mapping[str, str] | None = None) -> str:
@@ -93,7 +94,8 @@ def memory_needs(sized: SizedRun, skeleton: Skeleton | None, prediction: Predict
         rows.append((f"memory of {kind}", _kinds(max(others, key=lambda memory: memory.total))))
     total = _in_memory(run, lambda memory: memory.total)
     largest, needed = max(map(total, [*workers, *others])), found.in_all(world, total)
-    rows.append(("memory in all", f"about {size(needed)} {_against(run, needed, largest, world.size)}"))
+    needed += run.spares * workers[0].process
+    rows.append(("memory in all", f"about {size(needed)} {_against(run, needed, largest, world.size + run.spares)}"))
     if run.folder is not None:
         one = checkpoint_bytes(run, counts, _whole(run, skeleton))
         rows.append(("checkpoints", _checkpoints(run, run.folder, one, step)))
@@ -162,7 +164,10 @@ def _parameters(run: Run, schedule: Schedule, skeleton: Skeleton | None, held: S
         if run.model.lora is not None:
             frozen = num_parameters(run.model)
             return f"{frozen:,} frozen{stages}; adapters have {whole:,}, and those of an actor {_range(held)}"
-    return f"{whole:,}{stages}; an actor holds {_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
+    own = f"{_range(held)}{divided if run.mesh.tensor_ranks > 1 else ''}"
+    if world_of(run).gathers:
+        return f"{whole:,}{stages}; an actor computes with {own}, of which it holds its replica's part"
+    return f"{whole:,}{stages}; an actor holds {own}"
 
 
 def _whole(run: Run, skeleton: Skeleton | None) -> int:

@@ -71,7 +71,8 @@ def forecast_and_measured(forecast: Forecast, steps_ms: Sequence[float], peaks: 
         A comparison of the step, whose median counts, and one of the peak of each pipeline rank.
     """
     median = statistics.median(steps_ms) / 1e3 if steps_ms else None
-    rows = [_compared("step time", median, forecast.step, milliseconds)]
+    since = f" after step {forecast.since:,}" if forecast.since else ""
+    rows = [_compared(f"step time{since}", median, forecast.step, milliseconds)]
     known = forecast.peaks if len(forecast.peaks) == len(peaks) else [None] * len(peaks)
     for rank, (measured, predicted) in enumerate(zip(peaks, known, strict=True)):
         rows.append(_compared(f"peak memory, pp={rank}", measured or None, predicted, size))

@@ -272,7 +272,7 @@ def user_metric(
         raise ValueError(f"the metric {name!r} writes into the output or the target: let it make new tensors")
     pair = made if isinstance(made, tuple | list) else (made, 1)
     if len(pair) != 2 or not all(map(_is_number, pair)):
-        raise ValueError(f"the metric {name!r} must be one number, a mean, or (sum, count): return one of these")
+        raise ValueError(f"the metric {name!r} returns neither one number, a mean, nor (sum, count)")
     times = 1 if pair is made else count(target)
     sums = [torch.as_tensor(one, dtype=torch.float64, device=output[0].device).reshape(()) for one in pair]
     return torch.stack(sums) * times

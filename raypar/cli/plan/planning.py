@@ -201,7 +201,7 @@ def _planned(
             ranking = ranked(replace(run, offload=_OFFLOAD), model, cluster, space, price=price)
             faults = [f"{fault}; nor does one with --offload {_OFFLOAD}" for fault in faults]
         if not ranking.best:
-            raise ConfigError([*faults, *_enough(run, cluster, space, without, fills=fills)])
+            raise ConfigError(["; ".join([*faults, *_enough(run, cluster, space, without, fills=fills)])])
         yield f"no layout fits as it is; with --offload {_OFFLOAD}, whose updates in host memory are not timed here:"
     best = ranking.best[0]
     yield f"{cluster}"
@@ -253,7 +253,7 @@ def _enough(run: Run, cluster: Cluster, space: Space, ranking: Ranking, *, fills
         yield f"{fewer.size:,} of these devices on {_nodes(fewer)} are the largest smaller number that one divides"
     larger = smallest(run, run.model, cluster, space, fills=fills)
     if larger is not None:
-        yield f"{larger.size:,} of these devices on {_nodes(larger)} are the smallest number on which one fits"
+        yield f"{larger.size:,} of these devices on {_nodes(larger)} are the smallest larger number on which one fits"
     elif ranking.least:
         yield "nor does one on any number of such nodes up to 65,536 devices: use devices with more memory"
     else:

@@ -100,6 +100,7 @@ def test_help_is_about_a_subject_and_of_the_recipe_that_is_named(at_width):
 
 
 def test_a_misspelled_subject_of_help_is_guessed_from_all_words_of_help(said):
+    assert "no step was taken" not in said("train", "--help", "chekpoint")[2]
     assert "is named 'chekpoint': did you mean 'checkpoint'?" in " ".join(
         said("train", "--help", "chekpoint")[2].split()
     )

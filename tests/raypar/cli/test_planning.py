@@ -117,7 +117,7 @@ def test_what_fits_nowhere_is_a_mistake_with_the_smallest_number_that_would():
         planned(f"--gpus 1 --gpu l4 {BILLION} --batch 16 --model.layers 200")
     reported = "\n".join(error.value.faults)
     assert "no layout fits" in reported
-    assert "are the smallest number on which one fits" in reported
+    assert "are the smallest larger number on which one fits" in reported
 
 
 def test_the_two_nodes_of_the_notes_hold_two_stages_each():

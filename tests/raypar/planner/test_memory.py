@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from dataclasses import replace
 
@@ -261,7 +262,25 @@ def test_an_estimate_that_is_more_than_is_free_is_a_warning(monkeypatch, caplog)
 
 def test_actors_are_told_by_axis():
     assert actors_text(Run(mesh=Mesh())) == "1"
+    assert actors_text(Run(mesh=Mesh(pp=2), max_failures=1, spares=1)) == "2 = pp 2, and 1 spare"
     assert actors_text(Run(mesh=Mesh(pp=2, tp="2d:2x2")), {"pp": "recipe x"}) == "8 = pp 2 (recipe x) x tp 2d:2x2"
+
+
+def test_spares_have_processes_of_their_own():
+    run = Run(model=GPT(layers=2, hidden=32, heads=2, seq=8), mesh=Mesh(pp=2), max_failures=1, device="cpu")
+    runs = run, replace(run, spares=2)
+    rows = [dict(plan_rows(one, check_run(one)["train"])) for one in runs]
+    found = [re.search(r"about ([\d.]+) (MiB|GiB) .* for each of (\d)", one["memory in all"]) for one in rows]
+    sizes = [float(one[1]) * {"MiB": 1, "GiB": 1024}[one[2]] for one in found]
+    process = float(re.search(r"process ([\d.]+) MiB", rows[0]["memory, pp=0"])[1])
+    assert sizes[1] - sizes[0] == pytest.approx(2 * process, abs=60)
+    assert [one[3] for one in found] == ["2", "4"]
+
+
+def test_where_weights_are_divided_an_actor_computes_with_more_than_it_holds():
+    run = Run(model=GPT(layers=2, hidden=32, heads=2, seq=8), mesh=Mesh(dp=2), zero=3)
+    held = dict(plan_rows(run, check_run(run)["train"]))["parameters"].partition("; an actor ")[2]
+    assert held.startswith("computes with ") and held.endswith("of which it holds its replica's part")
 
 
 def test_own_layers_are_counted_from_their_skeleton():

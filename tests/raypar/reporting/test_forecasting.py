@@ -70,6 +70,7 @@ def test_the_error_is_in_percent_of_what_was_measured():
     assert peaks == ["300 MiB measured, 330 MiB predicted (+10%)", "200 MiB measured, 200 MiB predicted (+0%)"]
     assert str(forecast_and_measured(replace(found, step=None), [100.0], ())[0]) == "100 ms measured"
     assert str(forecast_and_measured(found, [], ())[0]) == "90.0 ms predicted"
+    assert forecast_and_measured(replace(found, since=20), [], ())[0].name == "step time after step 20"
     assert [str(one) for one in forecast_and_measured(found, [], (0, MIB))[1:]] == [
         "330 MiB predicted",
         "1 MiB measured, 200 MiB predicted (+19900%)",
