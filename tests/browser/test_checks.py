@@ -30,7 +30,7 @@ PAGES = {
     ),
     "pale": ('<p style="color: #808080">grey</p>', "light: “grey” has contrast 3.95"),
     "faint": ('<p style="opacity: .5">half</p>', "light: “half” has contrast 3.9"),
-    "light": ('<p class="light-only">dark</p>', "1024 px, dark: “dark” has contrast"),
+    "light": ('<p class="light-only">dark</p>', "1440 px, dark: “dark” has contrast"),
     "folded": ('<details><p style="color: #999">below</p></details>', "“below” has contrast 2.85"),
     "label": ('<style>b::after { content: "tag"; color: #999 }</style><b>a</b>', "“tag” has contrast 2.85"),
     "drawn": (
