@@ -3,6 +3,7 @@
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,7 @@ from raypar.planner.prediction import from_flops
 from raypar.planner.sizes.sized_run import SizedRun
 from tests.support.calibrations import known
 
+PAGE = Path(__file__).parents[3] / "docs/planning.md"
 BILLION = "--model.layers 24 --model.hidden 2048 --model.heads 16 --model.seq 2048 --model.vocab 50304 --batch 256"
 
 
@@ -41,6 +43,14 @@ def test_a_plan_explains_itself_and_writes_a_run_that_is_sound(tmp_path):
     assert run.precision.compute == "bf16"
     assert run.microbatches * run.micro_batch_size * run.mesh.dp == 256
     assert check_run(run)["train"].num_pipeline_ranks == run.mesh.pp
+
+
+def test_the_plan_on_the_page_is_what_its_command_prints(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = re.search(
+        r"```bash\nraypar plan gpt-small (.*)\n```\n\nwhich says .*:\n\n```text\n(16 h100[^`]*)\n```", PAGE.read_text()
+    )
+    assert planned(found[1]) == found[2]
 
 
 def test_a_cluster_comes_from_a_file(tmp_path):
