@@ -118,7 +118,10 @@ def test_a_run_folder_in_place_of_a_recipe_says_how_it_goes_on(said, tmp_path):
 def test_a_folder_with_another_run_is_one_fault(said, tmp_path):
     (tmp_path / "run.toml").write_text("")
     save_at(tmp_path / "checkpoints", 4, run=plain_of(rp.recipe("gpt-tiny", steps=4)))
-    demand(faults_of(said, "train", "gpt-tiny", "--folder", str(tmp_path)), "holds a run already (run.toml): resume it")
+    demand(
+        faults_of(said, "train", "gpt-tiny", "--folder", str(tmp_path)),
+        "holds a run already (run.toml): go on with it by",
+    )
 
 
 def test_a_file_s_faults_stand_beside_those_of_flags(said, tmp_path):

@@ -160,7 +160,7 @@ def test_a_metric_that_writes_into_what_others_read_is_refused(wrong):
         ([accuracy], "model.metrics is ["),
         (
             {"a": accuracy, "b": lambda output, target: output},
-            "model.metrics: 'b' fails with outputs and targets like those of the first batch: the metric 'b' must be",
+            "model.metrics: 'b' fails with outputs and targets like those of the first batch: the metric 'b' returns",
         ),
         ({"c": lambda output, target: target.nothing}, "model.metrics: 'c' fails with outputs and targets like those"),
     ],
