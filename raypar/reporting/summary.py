@@ -233,10 +233,15 @@ def _passes_text(run: Run, text: Text, seq: int) -> str:
     corpus = open_corpus(text, seq)
     train, val = len(corpus.train), len(corpus.val)
     passes = run.steps * run.mesh.dp * run.microbatches * run.micro_batch_size / len(TokenWindows(corpus.train, seq))
-    often = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
     blocks = f"{len(corpus.val.firsts)} blocks drawn over all of it" if len(corpus.val.firsts) > 1 else "a part of it"
     where = "val_path" if text.val_path is not None else blocks if text.val_from == "blocks" else "its end"
-    return f"{train:,} tokens to train with, {val:,} to validate ({where}); the run makes {often} passes over them"
+    return f"{train:,} tokens to train with, {val:,} to validate ({where}); {_passes(passes)}"
+
+
+def _passes(count: float) -> str:
+    """Say how often a run passes over its data."""
+    often = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+    return f"the run makes {often} pass{'es' * (often != '1')} over them"
 
 
 def _examples_texts(run: Run, examples: Examples, seq: int) -> Iterator[str]:
@@ -253,8 +258,8 @@ def _examples_texts(run: Run, examples: Examples, seq: int) -> Iterator[str]:
         held = f", and {len(val.parts.get(path, val)):,} sequences to validate"
         yield (
             f"{'' if share == 1 else f'{share:.3g} of the sequences from {path}: '}{len(pieces.firsts):,} pieces of "
-            f"examples{cut} in {len(part):,} sequences that are {full:.0%} full{held}{dropped}; the run makes "
-            f"{samples * share / len(part):.2g} passes over them"
+            f"examples{cut} in {len(part):,} sequences that are {full:.0%} full{held}{dropped}; "
+            f"{_passes(samples * share / len(part))}"
         )
 
 

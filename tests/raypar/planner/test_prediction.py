@@ -21,7 +21,7 @@ from raypar.planner.sizes.sized_run import SizedRun
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.forecasting import forecast_and_measured, forecast_of
 from raypar.reporting.report import Report
-from raypar.reporting.summary import closing_rows, log_plan, plan_rows, planned_grid
+from raypar.reporting.summary import _passes, closing_rows, log_plan, plan_rows, planned_grid
 from raypar.schedules.drawing.overlay import Overlay
 from raypar.schedules.formatting import milliseconds
 from raypar.schedules.schedule import Schedule
@@ -139,6 +139,7 @@ def test_a_plan_says_how_often_it_passes_over_its_text(tmp_path):
     assert rows["data"] == "768 tokens to train with, 256 to validate (a part of it); the run makes 7 passes over them"
     often = dict(plan_rows(replace(run, steps=2000), check_run(run)["train"]))["data"]
     assert often.endswith("the run makes 696 passes over them")
+    assert _passes(1.0) == "the run makes 1 pass over them"
 
 
 def test_the_head_the_summary_and_the_record_have_the_same_step():
