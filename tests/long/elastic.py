@@ -95,17 +95,17 @@ def nodes_of(head: int, others: list[int]) -> Iterator[Nodes]:
 
 
 @contextmanager
-def heard() -> Iterator[Told]:
+def heard() -> Iterator[Listener]:
     """Listen to what runs log within the context."""
-    told = Told()
-    logging.getLogger("raypar").addHandler(told)
+    log = Listener()
+    logging.getLogger("raypar").addHandler(log)
     try:
-        yield told
+        yield log
     finally:
-        logging.getLogger("raypar").removeHandler(told)
+        logging.getLogger("raypar").removeHandler(log)
 
 
-class Told(logging.Handler):
+class Listener(logging.Handler):
     """What the run has logged."""
 
     def __init__(self) -> None:
@@ -116,8 +116,8 @@ class Told(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def check(what: str, holds: bool, told: str = "") -> bool:
-    print(f"{'ok' if holds else 'FAILED'}: {what}{'' if holds else chr(10) + told}", flush=True)
+def check(what: str, holds: bool, log: str = "") -> bool:
+    print(f"{'ok' if holds else 'FAILED'}: {what}{'' if holds else chr(10) + log}", flush=True)
     return holds
 
 
@@ -134,7 +134,7 @@ def is_elastic(name: str, run: rp.Run) -> bool:
     run = replace(run, microbatches=12 // run.mesh.dp) if left == 3 else run
     world, fewer = world_of(run), world_of(with_replicas(run, left)).size
     smaller = list[int]()
-    with nodes_of(fewer, [world.size - fewer]) as cluster, heard() as told, rp.launch(run) as job:
+    with nodes_of(fewer, [world.size - fewer]) as cluster, heard() as log, rp.launch(run) as job:
 
         def watch(outcome: rp.Report | rp.Evaluation) -> None:
             if job.schedule.num_microbatches > run.microbatches:
@@ -149,11 +149,11 @@ def is_elastic(name: str, run: rp.Run) -> bool:
         failures = list(map(str, job.failures))
         job.reset(run)
         whole = [report.loss for report in job.train()]
-    grown = [line for line in told.lines if "the run is whole again" in line]
+    grown = [line for line in log.lines if "the run is whole again" in line]
     apart = farthest(losses, whole)
     what = f"{name}: losses apart by {apart:.1e}, {len(smaller)} steps with {left} replicas; {'; '.join(failures)}"
-    told_all = "\n".join([*told.lines, f"{losses}", f"{whole}"])
-    return check(f"{what}; {''.join(grown)}", apart <= CLOSE and len(smaller) == FEWER and bool(grown), told_all)
+    all_lines = "\n".join([*log.lines, f"{losses}", f"{whole}"])
+    return check(f"{what}; {''.join(grown)}", apart <= CLOSE and len(smaller) == FEWER and bool(grown), all_lines)
 
 
 def is_storm_survived(run: rp.Run, events: int, seed: int) -> bool:
@@ -166,7 +166,7 @@ def is_storm_survived(run: rp.Run, events: int, seed: int) -> bool:
     chaos += [rp.chaos.kill(labels[-1], at="start", step=step) for step in range(3, events, 3)]  # in moves too
     with (
         nodes_of(world.size // 2, [world.size - world.size // 2]) as cluster,
-        heard() as told,
+        heard() as log,
         rp.launch(run, chaos=chaos) as job,
     ):
         sizes = Counter[int]()
@@ -185,10 +185,10 @@ def is_storm_survived(run: rp.Run, events: int, seed: int) -> bool:
         count = len(job.failures)
         job.reset(replace(run, mesh=replace(run.mesh, dp=1), microbatches=run.microbatches * run.mesh.dp))
         whole = [report.loss for report in job.train()]
-    apart, grown = farthest(losses, whole), sum("the run is whole again" in line for line in told.lines)
+    apart, grown = farthest(losses, whole), sum("the run is whole again" in line for line in log.lines)
     what = f"{events} events at random: losses apart by {apart:.1e}, {count} failures, whole again {grown} times, "
     what += ", ".join(f"{steps} steps with {size} microbatches a replica" for size, steps in sorted(sizes.items()))
-    return check(what, apart <= CLOSE and count > 0 and grown > 0, "\n".join(told.lines))
+    return check(what, apart <= CLOSE and count > 0 and grown > 0, "\n".join(log.lines))
 
 
 DRIVER = """

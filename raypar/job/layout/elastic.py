@@ -57,8 +57,7 @@ class Layouts:
     def _fewer(self) -> dict[int, int]:
         """The numbers of replicas that it may go on with, from most to fewest, and the actors that each needs."""
         run = self.whole.run
-        every = run.mesh.dp * run.microbatches  # of a step
-        ways = [dp for dp in range(run.mesh.dp - 1, run.min_dp - 1, -1) if every % dp == 0]
+        ways = [dp for dp in range(run.mesh.dp - 1, run.min_dp - 1, -1) if _of_step(run) % dp == 0]
         return {dp: world_of(with_replicas(run, dp)).size for dp in ways}
 
     def largest(self, actors: int) -> Layout | None:
@@ -79,10 +78,8 @@ class Layouts:
             if isinstance(found, ConfigError):
                 return f"it can't go on with mesh.dp {dp}: {'; '.join(found.faults)}"
         if not self._fewer:
-            of_step = run.mesh.dp * run.microbatches
-            return (
-                f"no smaller number of replicas, from min_dp {run.min_dp} on, divides a step's {of_step} microbatches"
-            )
+            many = f"a step's {_of_step(run)} microbatches"
+            return f"no smaller number of replicas, from min_dp {run.min_dp} on, divides {many}"
         return f"there are too few actors to go on with {min(self._fewer)} of {run.mesh.dp} replicas"
 
     def _with(self, dp: int) -> Layout | ConfigError:
@@ -109,7 +106,7 @@ def with_replicas(run: Run, dp: int) -> Run:
         dp: Number of replicas, which divides the microbatches of all replicas together.
     """
     mesh = _with_dp(run.mesh, dp)
-    changes: dict[str, object] = {"mesh": mesh, "microbatches": run.microbatches * run.mesh.dp // dp}
+    changes: dict[str, object] = {"mesh": mesh, "microbatches": _of_step(run) // dp}
     if isinstance(run.data, Batches):
         changes["data"] = renumbered(run.data, run.mesh.dp, dp)
     if mesh.shards == 1 and (run.zero or 0) > 1:
@@ -119,6 +116,11 @@ def with_replicas(run: Run, dp: int) -> Run:
     if not mesh.divides_experts:
         changes |= {"expert_shadows": 0, "expert_rounds": 1, "expert_order": {}}
     return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def _of_step(run: Run) -> int:
+    """Return the number of microbatches of a step, of all replicas together."""
+    return run.mesh.dp * run.microbatches
 
 
 _GATHERS_NONE = {
