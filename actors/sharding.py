@@ -24,6 +24,7 @@ Span = tuple[int, int]  # of consecutive elements: the first one, and the one af
 
 BLOCK, SMALL_BLOCK = 1024, 64  # elements of a block of a large tensor, and of a small one
 SMALL = 1 << 16  # elements from which a tensor is large
+NORM_SCRATCH = 128 << 20  # bytes of blocks whose norms a GPU computes at a time, to launch few kernels
 MAX_RANKS = 1 << 16  # that divide a tensor
 
 

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from raypar.actors.autograd.torch_private import copy_each
 from raypar.actors.portions import portions
-from raypar.actors.sharding import SMALL, block_of
+from raypar.actors.sharding import NORM_SCRATCH, SMALL, block_of
 from raypar.actors.tensors import dense_strides
 
 _FRACTION, _MOST = 23, 255  # bits of the fraction of an fp32 number, and its exponent if it is not finite
 _SMALLEST = -149  # the smallest fp32 number is 2**-149
 _HALF = 24  # a mantissa's square has 48 bits; sums of its halves are exact in fp64 up to 2**29 addends
 _LIMB, _NUM_LIMBS = 32, 19  # limbs of a sum in a message: for 2**48 * 2**506 and 2**54 addends
-_SCRATCH = 4 << 20  # bytes of small gradients that are measured at a time
+_SCRATCH = 4 << 20  # bytes of small gradients that are measured at a time on a CPU
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,15 @@ class BlockNorms:
 
 
 class _Piece(NamedTuple):
-    """Elements of a parameter's gradient that are copied before they are measured: all, or its short last block.
+    """Elements of a parameter's gradient that are copied before they are measured.
 
     Attributes:
         name: Logical name of the parameter.
-        start: The first element of the piece; 0 for all elements.
+        start: The first element of the piece, in memory order.
         elements: Number of elements, as real numbers.
         block: Elements of a block.
         dtype: Dtype in which their norms are computed.
+        is_whole: Whether it is the whole gradient.
     """
 
     name: str
@@ -149,6 +150,7 @@ class _Piece(NamedTuple):
     elements: int
     block: int
     dtype: torch.dtype
+    is_whole: bool
 
     @property
     def num_rows(self) -> int:
@@ -162,20 +164,22 @@ class _Portion(NamedTuple):
         rows: Memory (n, block) for their blocks; what no piece fills is zero.
         pieces: The pieces.
         targets: For each piece the part of ``rows`` that it is copied into, with the shape of the gradient or (n,).
-        is_shared: Whether other portions use the same memory.
+        is_overwritten: Whether the memory has other values by the next step: of other portions, or of the measuring.
     """
 
     rows: Tensor
     pieces: Sequence[_Piece]
     targets: list[Tensor]
-    is_shared: bool
+    is_overwritten: bool
 
 
 class GradientBlocks:
-    """Measures the blocks of gradients with few ops: a gradient of less than 65,536 elements costs none of its own.
+    """Measures the blocks of gradients with few ops.
 
-    Such small ones are copied side by side into memory that is kept, at most 4 MiB for each size of block. The blocks
-    lie in the memory order of the parameter. A short last block is measured as if zeros filled it.
+    Gradients are copied side by side into memory that is kept, for each size of block. On a CPU it has at most 4 MiB,
+    and gradients of 65,536 elements and more are measured where they are, with one op each, which takes less time than
+    a copy. On a GPU it has at most 128 MiB, and no gradient costs a launch of its own. The blocks lie in the memory
+    order of the parameter. A short last block is measured as if zeros filled it.
 
     Args:
         parameters: The parameters by logical name, whole or spans of whole blocks.
@@ -200,8 +204,8 @@ class GradientBlocks:
         if self._names != tuple(gradients):
             self._lay_out(tuple(gradients))
         values = []
-        for rows, pieces, targets, is_shared in self._portions:
-            if is_shared:
+        for rows, pieces, targets, is_overwritten in self._portions:
+            if is_overwritten:
                 rows.zero_()
             copy_each(targets, [self._source(piece, gradients[piece.name]) for piece in pieces])
             values.append(_row_norms(rows))
@@ -221,14 +225,14 @@ class GradientBlocks:
             alike.setdefault((piece.block, piece.dtype), []).append(piece)
         start = 0
         for (block, dtype), pieces in alike.items():
-            most = max(1, _SCRATCH // dtype.itemsize // block)
-            together = list(portions(pieces, lambda piece: piece.num_rows, most))
-            counts = [sum(piece.num_rows for piece in portion) for portion in together]
             device = self._parameters[pieces[0].name].device
+            together = list(portions(pieces, lambda piece: piece.num_rows, _rows_at_a_time(block, dtype, device)))
+            counts = [sum(piece.num_rows for piece in portion) for portion in together]
             memory = torch.zeros(max(counts), block, dtype=dtype, device=device)
             for portion, count in zip(together, counts, strict=True):
                 targets = list(self._targets(portion, memory))
-                self._portions.append(_Portion(memory[:count], portion, targets, len(together) > 1))
+                is_overwritten = len(together) > 1 or device.type != "cpu"
+                self._portions.append(_Portion(memory[:count], portion, targets, is_overwritten))
                 for piece in portion:
                     self._rows[piece.name].append(slice(start, start + piece.num_rows))
                     start += piece.num_rows
@@ -238,16 +242,22 @@ class GradientBlocks:
             start += count
 
     def _pieces(self, names: Iterable[str]) -> Iterator[_Piece]:
-        """Yield the pieces of gradients to copy, and note the large ones, which are measured where they are."""
+        """Yield the pieces of gradients to copy, and note those that are measured where they are, but for their end."""
         for name in names:
             parameter, block = self._parameters[name], self._block(name)
             elements, start = parameter.numel() * (1 + parameter.is_complex()), 0
-            if elements >= SMALL and not parameter.is_complex():
+            is_double = parameter.dtype in (torch.float64, torch.complex128)
+            dtype = torch.float64 if is_double else torch.float32
+            if elements < SMALL or parameter.is_complex():
+                if elements:
+                    yield _Piece(name, 0, elements, block, dtype, is_whole=True)
+                continue
+            if parameter.device.type == "cpu":
                 self._large.append(name)
                 start = elements // block * block
-            if start < elements:
-                is_double = parameter.dtype in (torch.float64, torch.complex128)
-                yield _Piece(name, start, elements - start, block, torch.float64 if is_double else torch.float32)
+            most = block * _rows_at_a_time(block, dtype, parameter.device)
+            for first in range(start, elements, most):
+                yield _Piece(name, first, min(most, elements - first), block, dtype, is_whole=False)
 
     def _targets(self, pieces: Iterable[_Piece], memory: Tensor) -> Iterator[Tensor]:
         """Yield the part of the memory (n, block) of each piece."""
@@ -255,7 +265,7 @@ class GradientBlocks:
         for piece in pieces:
             target = flat.narrow(0, row * piece.block, piece.elements)
             row += piece.num_rows
-            if piece.start:
+            if not piece.is_whole:
                 yield target
                 continue
             parameter = self._parameters[piece.name]
@@ -264,7 +274,7 @@ class GradientBlocks:
             yield target.as_strided(parameter.shape, self._strides[piece.name])
 
     def _source(self, piece: _Piece, gradient: Tensor) -> Tensor:
-        if not piece.start:
+        if piece.is_whole:
             return gradient
         gradient = self._in_order(piece.name, gradient)
         return gradient.as_strided((piece.elements,), (1,), gradient.storage_offset() + piece.start)
@@ -295,18 +305,25 @@ def global_norm(gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor
     return GradientBlocks(parameters).norms(gradients).squares(gradients).root()
 
 
+def _rows_at_a_time(block: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the number of blocks of gradients that are copied and measured at a time."""
+    num_bytes = _SCRATCH if device.type == "cpu" else NORM_SCRATCH
+    return max(1, num_bytes // dtype.itemsize // block)
+
+
 def _row_norms(rows: Tensor) -> Tensor:
-    """Return the 2-norms (n,) float32 of rows (n, block).
+    """Return the 2-norms (n,) float32 of rows (n, block). On a GPU it overwrites the rows.
 
     They have the same bits for each row whatever the other rows are. Kernels of GPUs do not promise that for a sum over
     a dim, so there halves are added element by element.
     """
-    is_half = rows.dtype in (torch.bfloat16, torch.float16)
     if rows.device.type == "cpu":
+        is_half = rows.dtype in (torch.bfloat16, torch.float16)
         norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if is_half else None)
         return norms.float()
-    squares = (rows.float() if is_half else rows).square()
-    while squares.shape[1] > 1:
-        first, second = squares.chunk(2, dim=1)
-        squares = first + second
-    return squares[:, 0].sqrt().float()
+    rows.square_()
+    width = rows.shape[1]
+    while width > 1:
+        width //= 2
+        rows[:, :width].add_(rows[:, width : 2 * width])
+    return rows[:, 0].sqrt().float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class Server:
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == context.pp  # see Reducer.total
         context.connect(part.ties)
-        context.compare((f"ps{index}",), part.digests(index))
+        context.compare((f"ps{index}",), partial(part.digests, index))
 
     def run(self, program: ProgramName, step: int, epoch: int | None = None) -> StepResult:
         """Serve a whole step; in an evaluation there is nothing to do. Arguments and errors are those of Worker.run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -200,15 +201,19 @@ def compare_weights(context: RankContext, part: ModelPart, when: str | None) -> 
     if when is not None and part.weights:  # only shards are always whole, and only hybrid sharding has copies of them
         if context.world.hybrid and context.world.offload != "parameters":
             with part.storage.accessible(list(part.masters.parameters.values())):
-                context.compare(("replicate",), [digest(part.masters.parameters)], when)
+                context.compare(("replicate",), partial(_digests, part.masters.parameters), when)
         return
     for owner in range(part.owners.count):
         keys = ("dp", f"ps{owner}") if owner < part.owners.num_dense else ("edp",)
-        context.compare(keys, part.digests(owner), when)
+        context.compare(keys, partial(part.digests, owner), when)
 
 
 def compare_fixed(context: RankContext, part: ModelPart) -> None:
     """Compare the tensors that no optimizer changes, before the first step; see ``compare_weights``."""
     for key, fixed in zip(("dp", "edp"), part.fixed_apart(), strict=True):
-        if key in context.groups:
-            context.compare((key,), [digest(fixed)])
+        context.compare((key,), partial(_digests, fixed))
+
+
+def _digests(tensors: Mapping[str, Tensor]) -> list[bytes]:
+    """Return one digest of all tensors."""
+    return [digest(tensors)]

@@ -22,6 +22,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 import raypar as rp
 from raypar.actors.collective.gpu.staged import StagedGroup
 from raypar.actors.machine.device import Cuda
+from raypar.actors.optim import block_norm
+from tests.support.dispatched_ops import ops_of_a_step
 from tests.support.team import Team, linears
 
 CPU = torch.device("cpu")
@@ -240,6 +242,26 @@ def reads(layout):
     return {str(span.action): marks[2 * i + 1] - marks[2 * i] for i, span in enumerate(worker.events())}
 
 
+def ops(hidden, layers):
+    """The ops at the end of a second step of one rank; matrices are large from 256 hidden units on."""
+    layout = {"pp": 1, "clip": 1e-6, "optim": rp.AdamW(), **gpt(layers=layers, hidden=hidden)}
+    _, team = outcome(PretendedTeam, layout)
+    found = ops_of_a_step(team)
+    return [found[name].total() for name in ("begin", "STEP", "end")]
+
+
+def norms():
+    """The largest relative difference of a block's norm between the device, in several portions, and a CPU."""
+    block_norm.NORM_SCRATCH = 1 << 16
+    values = {f"w{count}": torch.randn(count) for count in (5, 3 * 65536 + 777, 40_000, 65536)}
+    theirs = block_norm.GradientBlocks(values).norms(values)
+    moved = {name: value.to(DEVICE) for name, value in values.items()}
+    blocks = block_norm.GradientBlocks(moved)
+    found = [blocks.norms(moved) for _ in range(2)][1]
+    assert all(found.of(name).shape == theirs.of(name).shape for name in values)
+    return max(error(found.of(name), theirs.of(name)) for name in values)
+
+
 def times():
     """Spans and memory as they are reported."""
     _, team = outcome(PretendedTeam, LAYOUTS["dp=2"])
@@ -259,4 +281,7 @@ if __name__ == "__main__":
     some = [*LAYOUTS][:: int(sys.argv[1])]  # of every so many layouts one
     found = {"differences": {name: compare(LAYOUTS[name]) for name in some}}
     found |= {"recomputed": recomputed(), "reads": reads({"pp": 1, **gpt()}), "times": times()}
+    widths, depths = ((16, 256), (2, 8, 32)) if int(sys.argv[1]) == 1 else ((256,), (2, 4))
+    found |= {"ops": {width: [ops(width, layers) for layers in depths] for width in widths}}
+    found |= {"norms": norms()}
     json.dump(found, sys.stdout)

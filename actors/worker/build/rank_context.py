@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -90,21 +90,22 @@ class RankContext:
                 ends = {pair for pair in pairs if pair[0] != pair[1]}
                 self.groups[key].connect(ends | {(there, here) for here, there in ends})
 
-    def compare(self, keys: Collection[str], digests: Iterable[bytes], when: str | None = None) -> None:
+    def compare(self, keys: Collection[str], digests: Callable[[], Iterable[bytes]], when: str | None = None) -> None:
         """Check that all replicas have the same weights.
 
         Args:
             keys: Keys of groups whose members have the same weights; groups that do not exist are skipped.
-            digests: Digests of this actor's weights.
+            digests: Computes digests of this actor's weights. It is called only if there is a group.
             when: When in the run, as "in step 3"; None before the first step.
 
         Raises:
             UnequalReplicasError: A replica has other weights.
         """
-        for group in memberships(self.world, self.plan.rank):
-            if group.key in keys:
-                labels = [self.world.label(rank) for rank in group.members]
-                demand_equal(digests, self.groups[group.key], labels, when)
+        groups = [group for group in memberships(self.world, self.plan.rank) if group.key in keys]
+        own = [*digests()] if groups else []
+        for group in groups:
+            labels = [self.world.label(rank) for rank in group.members]
+            demand_equal(own, self.groups[group.key], labels, when)
 
     def sum_ahead(self, tensor: Tensor) -> None:
         """Sum a small tensor on the host over the replicas of this actor, in place, before a step begins.

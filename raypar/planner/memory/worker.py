@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 
 from raypar.actors.machine.this_machine import device_kind, torch_has_cuda
 from raypar.actors.mesh.world import World
+from raypar.actors.sharding import NORM_SCRATCH
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.run import Run
@@ -213,7 +214,8 @@ def worker_memory(sized: SizedRun, timeline: Timeline, process: int | None = Non
                 working=max(
                     _working(device, activations[rows[rank]] or 0, uneven[rows[rank]]),
                     _of_matrices(sized, counts.largest_matrix[rank] if counts.largest_matrix else 0),
-                ),
+                )
+                + (0 if device == "cpu" or world.servers else min(NORM_SCRATCH, each.gradient * own)),
                 twice=gradients if waits else 0,
                 shared=shared if device == "cpu" else 0,
                 offloaded=offloaded_bytes(world, each, own, kept, optimizer),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from raypar.actors.data_parallel import replica_checks
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.mesh.mesh import Mesh
 from raypar.actors.specs.optim import SGD
+from raypar.actors.worker.build import model_part
 from raypar.actors.worker.recheck import is_due
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
@@ -67,6 +69,13 @@ def test_shards_of_which_there_is_no_copy_are_not_compared():
     ):
         check_run(run_of(gpt(), mesh=Mesh(dp=2), zero=3, check_every=1))
     check_run(run_of(gpt(), mesh=Mesh(dp=4, shard=2), zero=3, check_every=1))
+
+
+def test_an_actor_without_replicas_computes_no_digest(monkeypatch):
+    monkeypatch.setattr(replica_checks, "digest", lambda weights: pytest.fail("a digest that is compared to nothing"))
+    monkeypatch.setattr(model_part, "digest", replica_checks.digest)
+    team = Team(linears(), pp=2)
+    assert not [fault for step in range(2) for fault in faults_of(team, step)]
 
 
 def test_a_flush_finds_replicas_that_update_by_other_counts(monkeypatch):

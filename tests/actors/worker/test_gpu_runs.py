@@ -56,6 +56,8 @@ def test_so_it_is_for_all_layouts():
     found = pretend(1)
     assert len(found["differences"]) == 13
     assert_the_same(found)
+    assert {width: len(counts) for width, counts in found["ops"].items()} == {"16": 3, "256": 3}
+    assert_no_op_a_parameter(found)
 
 
 def assert_the_same(pretended):
@@ -63,6 +65,23 @@ def assert_the_same(pretended):
     for layout, (worst, misplaced) in pretended["differences"].items():
         assert worst <= (CLOSE if "gpt" in layout or "llama" in layout else 0.0), layout
         assert not misplaced, layout
+
+
+def test_the_end_of_a_step_launches_nothing_for_each_parameter(pretended):
+    assert_no_op_a_parameter(pretended)
+
+
+def test_blocks_of_gradients_have_their_norms(pretended):
+    assert pretended["norms"] < 1e-6
+
+
+def assert_no_op_a_parameter(pretended):
+    """Assert that the begin, the STEP and the end have equal numbers of ops for all numbers of layers."""
+    for width, (few, *more) in pretended["ops"].items():
+        begin, end_of_step, end = few
+        assert begin == end == 0
+        assert 0 < end_of_step <= 60, width
+        assert all(few == one for one in more), width
 
 
 def test_recomputing_draws_the_same_dropout(pretended):
