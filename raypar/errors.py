@@ -63,7 +63,7 @@ class Death:
 
     def __str__(self) -> str:
         text = f"It was {self.cause}" if self.cause else "Why it died is not known"
-        text += f"; the last action that it began was {self.last_action}." if self.last_action else "."
+        text += f"; it died in or after {self.last_action}, the last action that it began." if self.last_action else "."
         if self.log:
             text += f" Its log, {self.log_file}, ends with:\n" + "\n".join(f"    {line}" for line in self.log)
         return text

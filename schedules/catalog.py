@@ -50,10 +50,10 @@ _TABLE = {  # ``register`` adds to it, in this process only
     "zb-h1": Entry.of(
         zero_bubble.zb_h1, "1f1b with split backwards: its memory, a third of its bubble", zero_bubble.SIZES
     ),
-    "zb-h2": Entry.of(zero_bubble.zb_h2, "zb-h1 with twice the memory and next to no bubble", zero_bubble.SIZES),
+    "zb-h2": Entry.of(zero_bubble.zb_h2, "zb-h1 with up to twice the memory and next to no bubble", zero_bubble.SIZES),
     "zb-1p": Entry.of(automatic.zb_1p, "a search for the costs of a run, with the memory of 1f1b", automatic.SIZES),
     "zb-2p": Entry.of(
-        automatic.zb_2p, "a search for the costs of a run, with twice the memory of 1f1b", automatic.SIZES
+        automatic.zb_2p, "a search for the costs of a run, with up to twice the memory of 1f1b", automatic.SIZES
     ),
     "zb-interleaved": Entry.of(
         interleaved.zb_interleaved,
@@ -61,8 +61,12 @@ _TABLE = {  # ``register`` adds to it, in this process only
         interleaved.SIZES,
     ),
     "zb-v": Entry.of(v_shape.zb_v, "two stages a rank in a V: the memory of 1f1b, next to no bubble", v_shape.SIZES),
-    "v-half": Entry.of(v_shape.v_half, "the V with half the memory of 1f1b and half its bubble", v_shape.SIZES),
-    "v-min": Entry.of(v_shape.v_min, "the V with a third of the memory of 1f1b", v_shape.SIZES),
+    "v-half": Entry.of(
+        v_shape.v_half, "the V that holds (p+3)/2 microbatches where 1f1b holds p, with half its bubble", v_shape.SIZES
+    ),
+    "v-min": Entry.of(
+        v_shape.v_min, "the V that holds at most p/3 + 1.5 microbatches where 1f1b holds p", v_shape.SIZES
+    ),
     "dualpipe-v": Entry.of(
         dual_pipe.dualpipe_v,
         "a V in which a forward of one microbatch is paired with a backward of another",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from raypar.actors.machine.process_identity import ProcessIdentity
+from raypar.actors.specs.types import ProgramName
 from raypar.schedules.action import Action
 from raypar.schedules.float_sum import float_sum
 from raypar.schedules.timeline import Call
@@ -224,12 +225,14 @@ class Progress:
         done: Number of its actions that are done.
         action: The action under way; None between two.
         idle: Whether it waits for others or for the disk without a deadline.
+        program: "evaluate" if the step is a batch of an evaluation.
     """
 
     step: int
     done: int
     action: Action | None
     idle: bool = False
+    program: ProgramName = "train"
 
 
 def losses_of(results: Sequence[StepResult]) -> tuple[list[float], list[int]]:

@@ -57,7 +57,7 @@ class Probe:
     def progress(self) -> Progress:
         """Return how far this actor is. Safe to call from another thread."""
         step = self.step
-        return Progress(step.number, len(step.events), step.now, self._is_idle)
+        return Progress(step.number, len(step.events), step.now, self._is_idle, step.program)
 
     @contextmanager
     def idle(self) -> Iterator[None]:

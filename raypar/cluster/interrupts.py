@@ -199,7 +199,8 @@ class _Delay:
 
     def message(self, number: int) -> str:
         """Return the message for a signal that is delayed."""
-        again = "press it again to end the job" if number == signal.SIGINT else "send it again to end the job at once"
+        verb = "press" if number == signal.SIGINT else "send"
+        again = f"{verb} it again to end the job at once, which may lose steps"
         return f"{_NAMES[number]}: waiting for the actors to finish {self.what}; {again}"
 
 

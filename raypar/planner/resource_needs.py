@@ -212,7 +212,7 @@ def _kinds(memory: ActorMemory) -> str:
 def kinds_of(memory: ActorMemory) -> dict[str, str]:
     """Return the memory of an actor by kind, in words; kinds that only some runs have are left out if they are 0."""
     held = {kind: getattr(memory, kind) for kind in _KINDS if kind in _OF_ALL_RUNS or getattr(memory, kind)}
-    words = {"copies": "copies of snapshots, on several nodes"}
+    words = {"copies": "copies of snapshots (on several nodes only)"}
     return {words.get(kind, kind): "unknown" if count is None else size(count) for kind, count in held.items()}
 
 

@@ -245,7 +245,7 @@ def measure(words: Sequence[str]) -> str:
         durations = f"F {args.f:g}, B {args.b:g}, I {args.i:g}, W {args.w:g}, link {args.link:g}"
         durations += f", UNSHARD {args.unshard:g}" if args.gather else ""
         durations += f", REDUCE_GRAD {args.reduce_grad:g}" if args.reduce else ""
-        text = f"{_sizes(schedule)}\ncosts: {durations}\n{outcome_summary(found)}"
+        text = f"{_sizes(schedule)}\ncosts{_of_each_stage(schedule)}: {durations}\n{outcome_summary(found)}"
         text = f"{text}\n\n{placement_table(compared)}" if compared else text
         return text if fleet is None else f"{text}\n\n{fleet_text(fleet)}"
     figures: dict[str, Any] = {
@@ -338,6 +338,12 @@ def _rows(schedule: Schedule, terminal: bool) -> str:
     left_out = f"(left out: actions {shown} to {longest - 1} of {longest}; {_WHOLE} draws all)"
     picture = lines(labels, padded((row[:shown] for row in rows), cell))
     return "\n".join([*picture, left_out] if shown < longest else picture)
+
+
+def _of_each_stage(schedule: Schedule) -> str:
+    """Return whose costs are given, in words, if a rank has several stages; makespans of others do not compare then."""
+    most = max(len(schedule.stages_of(rank)) for rank in range(schedule.num_ranks))
+    return f" of each of a rank's {most} stages (raypar gallery divides them by {most})" if most > 1 else ""
 
 
 def _sizes(schedule: Schedule) -> str:

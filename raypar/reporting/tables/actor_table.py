@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from raypar.actors.specs.results import Located, Progress, Span
+from raypar.actors.specs.types import ProgramName
 from raypar.schedules.action import Op
 from raypar.schedules.drawing.cells import lines_in_width
 from raypar.schedules.drawing.notebook import box, notebook_table
@@ -24,10 +25,12 @@ class Actor(NamedTuple):
         node: The name of its machine; "" if it does not answer.
         pid: Its process there; 0 if it does not answer.
         step: The step that it is in, or was in last, counted from 1; 0 before the first, or if it does not answer.
+            After ``job.evaluate()``, the batch of the evaluation.
         action: The action under way; "" between two; "no answer"; of one that is missing "starts" or "no room".
         done: Number of actions of that step that are done.
         seconds: Mean seconds of a forward (F), a backward or its first half (B), and a second half (W), in the latest
             step that was measured; of those that it has.
+        program: "train", or "evaluate" if the step is a batch of an evaluation.
     """
 
     actor: str
@@ -37,6 +40,7 @@ class Actor(NamedTuple):
     action: str
     done: int
     seconds: dict[str, float]
+    program: ProgramName = "train"
 
 
 class Whereabouts(list[Actor]):
@@ -66,9 +70,8 @@ def actor_of(label: str, at: Located | None, progress: Progress | None, events: 
             seconds[spelled] = float_sum(spans) / len(spans)
     if at is None or progress is None:
         return Actor(label, "", 0, 0, "no answer", 0, seconds)
-    return Actor(
-        label, at.machine, at.process.pid, progress.step + 1, str(progress.action or ""), progress.done, seconds
-    )
+    doing = str(progress.action or "")
+    return Actor(label, at.machine, at.process.pid, progress.step + 1, doing, progress.done, seconds, progress.program)
 
 
 def without_rank(at: Located | None) -> Actor:
@@ -85,5 +88,6 @@ def lost_actor_row(*, has_room: bool) -> Actor:
 
 def _cells(one: Actor) -> list[str]:
     times = [f"{one.seconds[spelled] * 1e3:.1f}" if spelled in one.seconds else "-" for spelled in _SPELLED]
-    step = str(one.step) if one.step else "-"
+    number = f"eval {one.step}" if one.program == "evaluate" else str(one.step)
+    step = number if one.step else "-"
     return [one.node or "-", str(one.pid or "-"), step, one.action or "-", str(one.done), *times]

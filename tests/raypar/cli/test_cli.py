@@ -59,7 +59,7 @@ def test_help_names_every_command_and_exit_code(said):
         assert word in out
     assert "exit codes:" in out and "without actors, in seconds" in out
     flat = " ".join(out.split())
-    assert "130 stopped with Ctrl-C, after a checkpoint if there is a folder and a step was done;" in flat
+    assert "130 stopped with Ctrl-C, after a checkpoint if there is a folder and a step was done" in flat
     assert [*dict.fromkeys(re.findall(r"^  raypar ([a-z]+)", out, re.MULTILINE))] == [*cli.COMMANDS]
     assert said("--version") == (0, "raypar 0.1.0\n", "")
 
@@ -233,7 +233,8 @@ def test_placements_of_gathers_are_drawn_checked_and_compared(said):
     words = ["simulate", "interleaved", "--ranks", 2, "--microbatches", 4, "--gather", "step", "--unshard", 0.5]
     assert said(*words)[1].splitlines() == [
         "interleaved, 2 ranks, 4 stages, 4 microbatches",
-        "costs: F 1, B 2, I 1, W 1, link 0, UNSHARD 0.5",
+        "costs of each of a rank's 2 stages (raypar gallery divides them by 2): F 1, B 2, I 1, W 1, link 0, "
+        "UNSHARD 0.5",
         "interleaved: makespan 27.5, bubble 12.7%, in flight 5 3",
         "",
         "                                                         makespan bubble gathers most whole",

@@ -38,7 +38,7 @@ def send(number):
         (
             signal.SIGTERM,
             SystemExit,
-            "SIGTERM: waiting for the actors to finish it; send it again to end the job at once",
+            "SIGTERM: waiting for the actors to finish it; send it again to end the job at once, which may lose steps",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_a_signal_is_answered_while_no_handler_runs(monkeypatch, caplog):
         time.sleep(0.1)
     assert [ctrl_c.has_come, *caplog.messages] == [
         True,
-        "Ctrl-C: waiting for the actors to finish it; press it again to end the job",
+        "Ctrl-C: waiting for the actors to finish it; press it again to end the job at once, which may lose steps",
     ]
 
 

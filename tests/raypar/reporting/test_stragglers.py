@@ -50,12 +50,14 @@ def test_a_table_says_who_is_where():
     events = [Span(Action(1, Op.F, 0), 0.0, 0.002), Span(Action(1, Op.F, 1), 0.0, 0.004)]
     busy = actor_of("pp=1", Located("host", ProcessIdentity(pid=7)), Progress(4, 12, Action(1, Op.F, 3)), [])
     idle = actor_of("pp=0", Located("host", ProcessIdentity(pid=8)), Progress(4, 20, None), events)
-    table = Whereabouts([busy, idle, actor_of("pp=2", None, None, [])])
+    judged = actor_of("pp=3", Located("host", ProcessIdentity(pid=9)), Progress(3, 8, None, program="evaluate"), [])
+    table = Whereabouts([busy, idle, actor_of("pp=2", None, None, []), judged])
     lines = repr(table).splitlines()
     assert lines[0].split() == ["actor", "node", "pid", "step", "action", "done", "F", "ms", "B", "ms", "W", "ms"]
     assert lines[1].split() == ["pp=1", "host", "7", "5", "1F3", "12", "-", "-", "-"]
     assert lines[2].split() == ["pp=0", "host", "8", "5", "-", "20", "3.0", "-", "-"]
     assert "no answer" in lines[3]
+    assert lines[4].split()[:5] == ["pp=3", "host", "9", "eval", "4"]
     assert "<td" in table._repr_html_()
 
 
@@ -65,6 +67,10 @@ def test_a_job_knows_its_actors(kept_actors):
         assert [one.step for one in job.who()] == [0, 0]
         job.step()
         found = job.who()
+        job.evaluate()
+        assert [one.program for one in [*found, *job.who()]] == ["train"] * 2 + ["evaluate"] * 2
+        job.step()
+        assert [(one.step, one.program) for one in job.who()] == [(2, "train")] * 2
     assert [one.actor for one in found] == ["pp=0", "pp=1"]
     assert {one.node for one in found} == {socket.gethostname()} and os.getpid() not in {one.pid for one in found}
     assert [one.step for one in found] == [1, 1] and all(one.seconds["F"] > 0 for one in found)

@@ -205,7 +205,7 @@ def test_a_crash_and_an_exit_are_told_in_the_failure_the_folder_and_the_error(tm
     if TELLS_EXITS:
         assert (death.exit_code, death.cause) == (3, "ended with exit code 3, by os._exit, sys.exit or a library")
         assert str(death).startswith(
-            f"It was {death.cause}; the last action that it began was 1F0 of step 3. Its log, "
+            f"It was {death.cause}; it died in or after 1F0 of step 3, the last action that it began. Its log, "
         )
     assert caught.value.__notes__[0] == str(death)
     assert death.log[-1] == "about to end"

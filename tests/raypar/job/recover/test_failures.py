@@ -52,7 +52,8 @@ def test_a_death_is_told_in_one_line_with_its_reason():
     death = Death("ended by SIGSEGV", None, "SIGSEGV", False, "1F0 of step 4", ("Fatal",), "/logs/a.err")
     error = rp.ActorDiedError("actor pp=1 died during step 4; seen from the others: this", death)
     assert failure_line(error) == (
-        "actor pp=1 died during step 4: it was ended by SIGSEGV; the last action that it began was 1F0 of step 4"
+        "actor pp=1 died during step 4: it was ended by SIGSEGV; it died in or after 1F0 of step 4, the last action "
+        "that it began"
     )
     assert failure_line(DIED) == "actor pp=1 died during step 4"
     assert str(Failure.ending(4, error, 2, "step-00000002", 1.0)) == "the run has ended: actor pp=1 died during step 4"
