@@ -46,6 +46,7 @@ def test_a_job_is_inside_a_given_group_which_stays(group):
     assert placement_group_table(group)["state"] == "CREATED"
 
 
+@pytest.mark.long
 def test_a_job_is_inside_the_group_of_the_task_that_launches_it(group):
     @ray.remote(num_cpus=1)
     def trial():
