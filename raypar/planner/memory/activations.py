@@ -86,7 +86,7 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
 def _tables(run: Run, model: GPT | Llama) -> int:
     """Return the bytes of tables that an actor's blocks share: angles of rotary positions, or biases of ALiBi."""
     if model.positions == "rope":
-        return _FP32 * model.seq * model.head_size
+        return 2 * _FP32 * model.seq * model.head_size
     biases = model.heads * model.seq**2 if model.positions == "alibi" else 0
     return _element(run) * biases // run.mesh.tensor_ranks
 
@@ -258,8 +258,8 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     if run.mesh.cp > 1 and run.context == "ulysses":
         kept += element * sbh / ranks
     is_materialised = model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa")
-    if not is_materialised:  # sums of the softmax; what comes out of turned queries, by head too; windows
-        kept += (_FP32 * model.heads * tokens + element * (all_heads * sbh if model.positions == "rope" else 0)) / ranks
+    if not is_materialised:  # sums of the softmax; windows
+        kept += _FP32 * model.heads * tokens / ranks
         if _is_narrow(model):
             kept += element * model.seq**2 * (model.heads / ranks if model.positions == "alibi" else 1)
     if word == "selective":
