@@ -18,7 +18,7 @@ from raypar.actors.machine.high_water import HighWater
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT
-from raypar.actors.tensors import nbytes
+from raypar.actors.tensors import nbytes, sum_dtype
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.state import WorkerState
@@ -192,7 +192,7 @@ class Probe:
 
     def most(self) -> dict[Kind, int]:
         """Return the largest bytes by kind within the latest training step, in which every weight has a gradient."""
-        gradients = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._unreduced())
+        gradients = sum(p.numel() * sum_dtype(p).itemsize for p in self._unreduced())
         if self.reducer is not None:
             gradients += self.reducer.num_bytes
         whole: dict[Kind, int] = {} if self.state.storage.is_off_device else {"gradients": gradients}

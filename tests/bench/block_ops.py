@@ -117,9 +117,7 @@ def of_transformers(model: rp.GPT | rp.Llama, dtype: DType) -> dict[str, Ops]:
 def of_block(kind: type[rp.GPT | rp.Llama], run: Callable[[rp.GPT | rp.Llama], dict[str, Ops]]) -> dict[str, Ops]:
     """Return the ops of one block, by action: what a model of two blocks dispatches more than one of one block."""
     more = {"kv_heads": KV_HEADS} if kind is rp.Llama else {}
-    one, two = (
-        run(kind(layers=layers, hidden=HIDDEN, heads=HEADS, seq=SEQ, vocab=VOCAB, **more)) for layers in (1, 2)
-    )
+    one, two = (run(kind(layers=layers, hidden=HIDDEN, heads=HEADS, seq=SEQ, vocab=VOCAB, **more)) for layers in (1, 2))
     return {action: two[action] - one[action] for action in ACTIONS}
 
 
