@@ -258,8 +258,8 @@ def _block(run: Run, model: GPT | Llama, word: str, num_experts: int) -> float:
     if run.mesh.cp > 1 and run.context == "ulysses":
         kept += element * sbh / ranks
     is_materialised = model.dropout or model.attention == "materialised" or (run.mesh.cp > 1 and run.context == "rsa")
-    if not is_materialised:  # sums of the softmax; windows
-        kept += _FP32 * model.heads * tokens / ranks
+    if not is_materialised:  # sums of the softmax; what comes out of turned queries, by head too; windows
+        kept += (_FP32 * model.heads * tokens + element * (all_heads * sbh if model.positions == "rope" else 0)) / ranks
         if _is_narrow(model):
             kept += element * model.seq**2 * (model.heads / ranks if model.positions == "alibi" else 1)
     if word == "selective":
