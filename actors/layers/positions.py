@@ -316,6 +316,6 @@ class _Turned(torch.autograd.Function):
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    """Return contiguous rotated vectors: x (..., d) cos + x with swapped halves (..., d) sin, or (``sign``) minus it."""
+    """Return x (..., d) with rotated pairs, contiguous: x cos + swapped sin; ``sign`` -1 subtracts the second term."""
     rotated = x.roll(x.shape[-1] // 2, -1)
     return torch.add(x * cos, rotated * sin, alpha=sign, out=rotated)

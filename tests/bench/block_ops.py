@@ -2,7 +2,7 @@
 
 On a GPU the host starts each op, which takes 5 to 10 microseconds, however small the op. Counted is what models of two
 blocks dispatch more than models of one, on a CPU, where torch computes an RMSNorm op by op. raypar's actor runs in a
-thread of this process. In bf16 raypar adds gradients up in fp32, and transformers computes and adds up in bf16.
+thread of this process. In bf16 raypar adds gradients up in fp32, and transformers has all in bf16.
 """
 
 from __future__ import annotations
@@ -66,25 +66,24 @@ def counted(found: dict[str, Ops], action: str) -> Iterator[None]:
     found[action] = mode.ops
 
 
-def of_raypar(model: rp.GPT | rp.Llama, dtype: DType, mesh: rp.Mesh | None = None) -> dict[str, Ops]:
-    """Return the ops of each action of the second step of one actor, or of the first one of several."""
-    precision = rp.Precision(dtype)
-    team = Team.of(rp.Run(model=model, mesh=mesh or rp.Mesh(), precision=precision, microbatches=2, steps=2))
+def of_raypar(model: rp.GPT | rp.Llama, dtype: DType) -> dict[str, Ops]:
+    """Return the ops of each action of the second step of one actor."""
+    team = Team.of(rp.Run(model=model, precision=rp.Precision(dtype), microbatches=2, steps=2))
     team.step()
 
     def step(actor: Any) -> dict[str, Ops]:
         found: dict[str, Ops] = {}
         actor.start_step(1, 0)
-        for action in team.programs["train"].rows[team.world.row(team.all.index(actor))]:
+        for action in team.programs["train"].rows[0]:
             with counted(found, str(action)):
                 actor.act(action)
         actor.end_step(1)
         return found
 
-    first = team.each(step)[0]
-    if isinstance(first, Exception):
-        raise first
-    return first
+    (found,) = team.each(step)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def of_transformers(model: rp.GPT | rp.Llama, dtype: DType) -> dict[str, Ops]:
@@ -138,19 +137,21 @@ def table_of(found: dict[tuple[str, DType, str], tuple[Ops, Ops]]) -> Table:
         [model, dtype, ACTIONS[action], *(str(counts.total()) for counts in (ours[0], theirs[0], ours[1], theirs[1]))]
         for (model, dtype, action), (ours, theirs) in found.items()
     ]
-    header = ("model", "dtype", "action", "raypar", "transformers", "views: raypar", "views: transformers")
-    return Table("Ops of one block", header, rows, words=("dtype", "action"))
+    header = ("block of", "dtype", "action", "raypar", "transformers", "views: raypar", "views: transformers")
+    return Table("Ops of one block, of a microbatch", header, rows, words=("dtype", "action"))
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Print the table, or every op."""
     parser = parser_of(__doc__)
+    parser.add_argument("--markdown", action="store_true", help="print the table as docs/benchmarks.md has it")
     parser.add_argument("--by-op", action="store_true", help="print how often each op is dispatched")
     asked = parse_words(parser, words, "")
     if not is_there():
         return
     found = block_ops()
-    print(table_of(found).text())
+    table = table_of(found)
+    print(table.markdown() if asked.markdown else table.text())
     for (model, dtype, action), both in found.items() if asked.by_op else ():
         for who, ops in zip(("raypar", "transformers"), both, strict=True):
             each = ", ".join(f"{name.removeprefix('aten.')} {count}" for name, count in ops.kernels.most_common())
