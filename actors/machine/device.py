@@ -107,11 +107,13 @@ class ComputeDevice:
         kind: Kind of device, in a plan's spelling.
         device: Device of the actor's tensors.
         clock_offset: Seconds from this machine's clock to that of the driver's machine.
+        wall_offset: The same of the clocks that show the time of day.
     """
 
     kind: DeviceKind = "cpu"
     device = torch.device("cpu")
     clock_offset: float = 0.0
+    wall_offset: float = 0.0
 
     def __init__(self) -> None:
         self._memory = PeakMemory()

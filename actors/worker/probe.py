@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.inspect.activations import OutputWatch, Sight, Spot
+from raypar.actors.inspect.profile import StepProfiler
 from raypar.actors.inspect.recording import Tape
 from raypar.actors.inspect.step import ActorContents, ComputedValue, Look
 from raypar.actors.machine.high_water import HighWater
@@ -284,3 +285,9 @@ class Probe:
         stages = self.state.stages.values()
         watches = [stage.listener for stage in stages if isinstance(stage.listener, OutputWatch)]
         return [next((watch.seen[spot] for watch in watches if spot in watch.seen), None) for spot in spots]
+
+
+def profiler_of(context: RankContext) -> StepProfiler:
+    """Return what records the training steps of an actor that its run asks for."""
+    plan = context.plan
+    return StepProfiler(plan.run.profile, plan.profiles, context.label, plan.rank, context.world.size, context.device)

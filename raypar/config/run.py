@@ -183,8 +183,8 @@ def with_programs(examined: Examined) -> tuple[Programs | None, Examined]:
 
 
 def unrecorded(run: Run) -> Run:
-    """Return the run without a folder, checkpoints and trackers."""
-    return replace(run, folder=None, save_every=0, track=())
+    """Return the run without a folder, checkpoints, profiles and trackers."""
+    return replace(run, folder=None, save_every=0, profile=None, track=())
 
 
 def reset_faults(run: Run, device: DeviceKind, resources: Resources | None = None) -> Iterator[str]:
