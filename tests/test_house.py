@@ -361,7 +361,7 @@ MAY_IMPORT = {
     ),
     "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs schedules",
     "actors/hugging_face": "actors actors/machine actors/specs schedules",
-    "actors/inspect": "actors actors/checkpoint actors/specs schedules",
+    "actors/inspect": "actors actors/checkpoint actors/machine actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/layers/attention": "actors actors/autograd actors/layers actors/specs",
     "actors/machine": "actors actors/specs schedules",
@@ -565,7 +565,7 @@ MAY_IMPORT = {
         "raypar/planner/memory raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
     "raypar/reporting": (
-        "actors actors/collective actors/data/examples actors/data/text actors/machine actors/mesh "
+        "actors actors/collective actors/data/examples actors/data/text actors/inspect actors/machine actors/mesh "
         "actors/models actors/optim actors/specs raypar raypar/config raypar/planner "
         "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/planner/sizes "
         "raypar/reporting/run_folder raypar/reporting/tables raypar/reporting/trackers schedules "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -14,13 +15,13 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from raypar.actors.errors import first_line
 from raypar.actors.inspect.profile_file import SUFFIX, add_step
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.specs.results import StepResult
 from raypar.schedules.action import Action
 
 _UNNAMED = nullcontext()
+_IS_RECORDING = threading.Lock()  # two profilers at a time in threads of one process are a segmentation fault
 
 
 class StepProfiler:
@@ -50,15 +51,15 @@ class StepProfiler:
         self.named: Callable[[Action], AbstractContextManager[object]] = _unnamed
         self._first, self._last = steps if steps is not None and folder is not None else (0, -1)
         self._path = Path(folder or "") / f"{actor}{SUFFIX}"
-        self._actor, self._device = actor, device
+        self._actor, self._device, self._gpu = actor, device, "cuda" if device.kind == "cuda" else None
         self._ranks = {"rank": rank, "world_size": size}
 
     def take(self, step: int, count: int, take: Callable[[], StepResult]) -> StepResult:
         """Take a step, or several that overlap, and record and write it if it is among those that the run asks for.
 
         Args:
-            step: Its number, counted from 0.
-            count: Number of steps.
+            step: The number of the first one, counted from 0.
+            count: Number of steps, which are recorded together, under the number of the last one.
             take: Takes it.
 
         Returns:
@@ -66,20 +67,18 @@ class StepProfiler:
         """
         if self._last < step + 1 or step + count < self._first:
             return take()
+        if not _IS_RECORDING.acquire(blocking=False):
+            return replace(take(), profile="torch records one thread of a process, now that of another actor")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes two lines for each step to stderr
-        recorder = profile(use_device="cuda" if self._device.kind == "cuda" else None)
         try:
-            recorder.__enter__()
-        except RuntimeError as error:  # another profiler is under way, of the user's own, say
-            return replace(take(), profile=f"torch's profiler does not begin ({first_line(error)})")
-        self.named = self._range
-        try:
-            with record_function(f"ProfilerStep#{step + 1}"):  # the name by which tools find the steps in a trace
+            self.named = self._range
+            # Tools find the steps in a trace by this name.
+            with profile(use_device=self._gpu) as recorder, record_function(f"ProfilerStep#{step + count}"):
                 result = take()
+            return replace(result, profile=self._written(recorder, step + count))
         finally:
             self.named = _unnamed
-            recorder.__exit__(None, None, None)
-        return replace(result, profile=self._written(recorder, step + 1))
+            _IS_RECORDING.release()
 
     def _written(self, recorder: profile, step: int) -> str:
         """Write what was recorded of a step, counted from 1. Returns "", or why it can't be written."""
@@ -114,7 +113,7 @@ class StepProfiler:
     def _range(self, action: Action) -> Iterator[None]:
         """Name what an action does, in the trace, and for tools that read NVTX (Nsight Systems)."""
         name = str(action)
-        with torch.cuda.nvtx.range(name) if self._device.kind == "cuda" else _UNNAMED, record_function(name):
+        with torch.cuda.nvtx.range(name) if self._gpu else _UNNAMED, record_function(name):
             yield
 
 

@@ -21,7 +21,7 @@ from raypar.reporting.html.forecast import comparisons
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.markup import document
 from raypar.reporting.html.page import page, unread
-from raypar.reporting.run_folder.profiles import merged_profiles
+from raypar.reporting.profiles import merged_profiles
 from raypar.reporting.run_folder.read import Past, read, salvage
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.files import write_text

@@ -28,11 +28,11 @@ from raypar.job.stepping.stepper import Stepper
 from raypar.job.steps.averages import with_averages
 from raypar.job.steps.displayed import Callback, displayed
 from raypar.job.steps.evaluation import Evaluations
-from raypar.job.steps.profiled_steps import ProfiledSteps
 from raypar.job.steps.steps_ahead import StepsAhead, steps_to_take
 from raypar.job.steps.steps_by_hand import StepsByHand
 from raypar.paths import absolute, checkpoints_in, step_folder_name
 from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.profiles import ProfiledSteps
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report, reports_of
 from raypar.reporting.report_table import Reports

@@ -1,8 +1,9 @@
-"""Reading the profiles of a run folder, and merging them with the run's own times into one Chrome trace."""
+"""The profiled steps of a run: when they come, what the log says of them, and all of them in one Chrome trace."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -11,18 +12,80 @@ from pydantic import FailFast
 
 from raypar.actors.inspect.profile_file import SUFFIX, plain_trace
 from raypar.actors.machine.files import read_plain
-from raypar.paths import PROFILED_TIMES, PROFILES
+from raypar.actors.mesh.world import World
+from raypar.actors.specs.results import StepResult
+from raypar.actors.specs.run import Run
+from raypar.paths import PROFILED_TIMES, PROFILES, absolute
 from raypar.reporting.run_folder.damage import DamagedError, json_of
 from raypar.reporting.run_folder.metrics_line import Figure, Number
 from raypar.reporting.run_folder.timeline_rows import Rows, timeline_of
 from raypar.schedules.drawing.chrome_trace import chrome_trace
+from raypar.schedules.formatting import steps_in_words
 from raypar.schedules.schedule import Schedule
 from raypar.schedules.timeline import Timeline
 
+log = logging.getLogger(__name__)
 _MOST_TIMES = 1 << 30  # bytes
 _FIRST_THREAD = 1000  # the number of the first thread of a profile; lower ones are those of the run's own times
 _TRACE_PHASES = ("X", "i", "s", "t", "f", "M", "C")
 _PROCESS = ("process_name", "process_sort_index", "process_labels")
+
+
+class ProfiledSteps:
+    """Knows which steps of a run are profiled, and says in the log which profiles were written.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._done = set[int]()
+        self._has_warned = False
+
+    def next_due(self, step: int, last: int) -> int:
+        """Return the number of steps after which the actors are asked for the times of a step that was profiled.
+
+        Args:
+            step: Number of steps taken so far.
+            last: The result if none is to be profiled before.
+        """
+        if self._run.profile is None or self._run.folder is None:
+            return last
+        first, final = self._run.profile
+        due = max(step + 1, first)
+        return min(last, due) if due <= final else last
+
+    def note(self, steps: Sequence[int], results: Sequence[StepResult], world: World) -> bool:
+        """Note the results of a step, or of steps that overlap; return whether they were profiled.
+
+        Args:
+            steps: The steps, counted from 1.
+            results: The actors' results, by rank.
+            world: The ranks.
+        """
+        if all(result.profile is None for result in results):
+            return False
+        for rank, result in enumerate(results):
+            if result.profile and not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "step %d: no profile of actor %s: %s; said once", steps[-1], world.label(rank), result.profile
+                )
+        if not any(result.profile == "" for result in results):
+            return False
+        self._done |= {*steps}
+        if self._run.profile is not None and steps[-1] >= self._run.profile[1]:
+            self.report()
+        return True
+
+    def report(self) -> None:
+        """Say in the log which steps were profiled since the last report, and where the profiles are."""
+        if self._done and self._run.folder is not None:
+            folder = absolute(self._run.folder)
+            where = f"{folder / PROFILES}; raypar trace {folder} merges its files for ui.perfetto.dev"
+            log.info("profile of %s: %s", steps_in_words(self._done), where)
+        self._done.clear()
 
 
 @dataclass(frozen=True)
