@@ -419,8 +419,9 @@ MAY_IMPORT = {
     "raypar/cli": (
         "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
         "raypar/checkpoint raypar/cli/train raypar/cli/words raypar/cluster raypar/config raypar/doctor "
-        "raypar/job raypar/job/start raypar/planner raypar/planner/calibrated raypar/planner/sizes "
-        "raypar/reporting raypar/reporting/html raypar/reporting/run_folder schedules schedules/drawing"
+        "raypar/job raypar/job/start raypar/planner raypar/planner/calibrated raypar/planner/hardware "
+        "raypar/planner/sizes raypar/reporting raypar/reporting/html raypar/reporting/run_folder schedules "
+        "schedules/drawing"
     ),
     "raypar/cli/plan": (
         "actors/machine actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
@@ -572,8 +573,8 @@ MAY_IMPORT = {
         "schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/planner/hardware "
-        "raypar/reporting raypar/reporting/run_folder schedules schedules/drawing"
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
+        "raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/machine actors/specs raypar raypar/checkpoint raypar/config "

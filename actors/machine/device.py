@@ -118,6 +118,11 @@ class ComputeDevice:
     def __init__(self) -> None:
         self._memory = PeakMemory()
 
+    @property
+    def gpu(self) -> tuple[str, str]:
+        """What torch calls this GPU, and its identity; "" for CPUs."""
+        return "", ""
+
     def enter(self) -> None:
         """Prepare the calling thread to compute on the device. An actor's calls may run on any thread."""
 
@@ -186,6 +191,11 @@ class Cuda(ComputeDevice):
         self._generator = self._demand_gpu(index)
         self._marks: list[torch.cuda.Event] = []
         self._times: list[float] = []
+
+    @property
+    def gpu(self) -> tuple[str, str]:
+        found = torch.cuda.get_device_properties(self.device)
+        return found.name, str(found.uuid)
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)

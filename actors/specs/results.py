@@ -211,11 +211,13 @@ class Located(NamedTuple):
         machine: The name of its machine.
         process: Its process.
         last_action: The descriptor in it of the file with its last action (``LastAction``); -1 if there is none.
+        gpu: What torch calls its GPU, and the GPU's identity; "" on a CPU.
     """
 
     machine: str
     process: ProcessIdentity
     last_action: int = -1
+    gpu: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)

@@ -414,7 +414,8 @@ class RayparActor:
 
     def located(self) -> Located:
         """Return where this actor is."""
-        return Located(socket.gethostname(), own_identity(), self._last_action.share())
+        gpu = ("", "") if self._member is None else self._member.context.device.gpu
+        return Located(socket.gethostname(), own_identity(), self._last_action.share(), gpu)
 
     def now(self) -> tuple[float, float]:
         """Return the times of this machine's clock and of its time of day, in seconds."""

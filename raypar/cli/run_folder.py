@@ -14,9 +14,9 @@ from raypar.cli.words.arguments import Arguments, CommandOutcome, parse_command
 from raypar.cli.words.output_files import output_file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
+from raypar.planner.hardware.peak_flops import DeviceName, peak_of
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.figures import History
-from raypar.reporting.html.flops import DeviceName, peak_of
 from raypar.reporting.html.forecast import comparisons
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.markup import document
