@@ -52,7 +52,7 @@ def add_step(path: Path, head: Mapping[str, Any], step: int, events: Events) -> 
         OSError: It can't be written.
     """
     lines = {number: line for number, line in _lines(path, head).items() if number < step}
-    lines[step] = ", ".join(json.dumps(_unique(event, step)) for event in events)
+    lines[step] = json.dumps([_unique(event, step) for event in events])[1:-1]
     whole = json.dumps({**head, "steps": [*lines], "traceEvents": []}).removesuffix("]}")
     text = whole + "\n" + ",\n".join(lines.values()) + "\n]}\n"
     path.parent.mkdir(parents=True, exist_ok=True)
