@@ -90,14 +90,17 @@ class StepProfiler:
                 recorder.export_chrome_trace(str(exported))
                 trace = json.loads(exported.read_bytes())
             add_step(self._path, self._head(trace), step, [*self._events(trace["traceEvents"])])
-        except OSError as error:
-            return f"{str(self._path)!r} can't be written ({error.strerror or error})"
+        except (OSError, ValueError) as error:  # torch may write an op's name that is no JSON
+            return f"{str(self._path)!r} can't be written ({getattr(error, 'strerror', None) or error})"
         return ""
 
     def _head(self, trace: dict[str, Any]) -> dict[str, Any]:
         """Return what the file says of all steps."""
         copied = ("schemaVersion", "deviceProperties", "displayTimeUnit", "baseTimeNanoseconds")
-        return {name: trace[name] for name in copied} | {"actor": self._actor, "distributedInfo": self._ranks}
+        return {name: trace[name] for name in copied if name in trace} | {
+            "actor": self._actor,
+            "distributedInfo": self._ranks,
+        }
 
     def _events(self, events: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Yield the events by the clock of the driver's machine, without those of the profiler itself."""

@@ -47,12 +47,12 @@ def peak_of(peak: float | DeviceName | None) -> float | None:
 
 
 def data_sheet_of(gpu: str) -> DeviceName | None:
-    """Return the name of the data sheet of a GPU; None if there is none.
+    """Return the name of the data sheet of a GPU; None if there is none, as of a part of one (MIG).
 
     Args:
         gpu: What torch calls the GPU, as "NVIDIA H100 80GB HBM3".
     """
-    return next((name for pattern, name in _NAMES if re.search(pattern, gpu)), None)
+    return next((name for pattern, name in _NAMES if re.search(pattern, gpu) and "MIG" not in gpu), None)
 
 
 def peak_of_gpu(gpu: str, dtype: str) -> float | None:

@@ -22,6 +22,7 @@ def test_every_name_has_a_peak():
     ("gpu", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA H100 NVL", None),
         ("NVIDIA H200", "h200"),
