@@ -148,6 +148,7 @@ def merged_profiles(folder: Path, schedule: Schedule | None) -> Merged:
             faults.append(f"{PROFILES}/{path.name} can't be read ({_why(error)})")
     heads.sort(key=lambda head: str(head.distributedInfo.get("rank")).rjust(12))
     merging = _Merging(heads[0].baseTimeNanoseconds / 1e3 if heads else 0.0)
+    merging.add_processes(head.actor for head in heads)  # by rank; the first event may be another one's
     for step, wall, timelines in _times(folder, schedule, faults) if heads else ():
         if any(step in head.steps for head in heads):
             merging.add_times(chrome_trace(*timelines)["traceEvents"], wall * 1e6)
@@ -222,6 +223,11 @@ class _Merging:
             if "ts" in event:
                 event["ts"] -= start
         return {"traceEvents": self._events, "displayTimeUnit": "ms"}
+
+    def add_processes(self, actors: Iterable[str]) -> None:
+        """Number the processes of actors, in their order."""
+        for actor in actors:
+            self._pid(actor)
 
     def add_times(self, events: Iterable[dict[str, Any]], start: float) -> None:
         """Add the run's own times of a step.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from raypar.config.run import check_run, unrecorded
 from raypar.config.toml import plain_of, run_of
 from raypar.errors import ConfigError
 from raypar.reporting.profiles import ProfiledSteps, merged_profiles
+from raypar.schedules.schedule import Schedule
 
 WORLD = SimpleNamespace(label=lambda rank: f"pp={rank}")
 
@@ -58,6 +60,22 @@ def test_damaged_and_odd_traces_are_left_out(tmp_path):
     assert first.startswith("profile/pp=2.json.gz can't be read (it is damaged: ")
     assert second.startswith("profile/pp=3.json.gz can't be read (")
     assert third.startswith("profile/timelines.jsonl line 1 has ")
+
+
+def test_processes_are_in_the_order_of_ranks_whichever_begins(tmp_path):
+    for rank in (10, 2):
+        head = {"baseTimeNanoseconds": 0, "actor": f"pp={rank}", "distributedInfo": {"rank": rank}}
+        add_step(tmp_path / "profile" / f"pp={rank}.json.gz", head, 1, [])
+    rows = {"actions": [[1, "pp=10", "1F0", 0.0, 1.0, 0, None, []], [0, "pp=2", "0F0", 1.0, 2.0, 0, None, []]]}
+    line = json.dumps({"steps_taken": 1, "wall": 5.0, "timelines": [rows]})
+    (tmp_path / "profile" / "timelines.jsonl").write_text(line + "\n")
+    merged = merged_profiles(tmp_path, Schedule.of("mine", [["0F0", "0B0"], ["1F0", "1B0"]]))
+    events = merged.trace["traceEvents"]
+    assert {one["args"]["name"]: one["pid"] for one in events if one["name"] == "process_name"} == {
+        "pp=2": 0,
+        "pp=10": 1,
+    }
+    assert merged.faults == () and [one["pid"] for one in events if one["ph"] == "X"] == [1, 0]
 
 
 def test_a_folder_without_profiles_has_none(tmp_path):
