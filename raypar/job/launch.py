@@ -119,7 +119,16 @@ def launch_in(
         seen = None if may_lack_folder else folder
         with launching(world_of(run).size):
             actors = start_actors(
-                RayparActor, world_of(run), run.device, name, waits, run.spares, seen, group, run.resources
+                RayparActor,
+                world_of(run),
+                run.device,
+                name,
+                waits,
+                run.spares,
+                seen,
+                group,
+                run.resources,
+                run.shared_gpu,
             )
             undo.callback(actors.end)
             if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):

@@ -24,7 +24,7 @@ from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.machine.this_machine import actor_count_faults, num_slots, starts_own_ray
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.resources import PlacementStrategy, Resources
-from raypar.actors.specs.types import DeviceChoice
+from raypar.actors.specs.types import DeviceChoice, SharedGpu
 from raypar.cluster.address import demand_answer, demand_driver, unanswered
 from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.lifecycle.actors import Actors, driver_id
@@ -32,9 +32,15 @@ from raypar.cluster.lifecycle.claims import Claim, actor_name, claimed
 from raypar.cluster.lifecycle.replacement_actors import ActorBundle
 from raypar.cluster.nodes.nodes import demand_alike, living_nodes
 from raypar.cluster.placement.devices import ActorResources, demand_build, share_of
-from raypar.cluster.placement.given_group import bundles_of_group, chosen_bundles, free_bundles, too_small
+from raypar.cluster.placement.given_group import (
+    bundles_of_group,
+    chosen_bundles,
+    demand_one_node,
+    free_bundles,
+    too_small,
+)
 from raypar.cluster.placement.placement import Node, blocks_of, place, placement_lines, split_message
-from raypar.cluster.placement.shortage import TOO_SMALL, no_room
+from raypar.cluster.placement.shortage import TOO_SMALL, no_room, one_node_faults
 from raypar.cluster.ray_private import disconnect, silence_deaths, start_on_loopback
 from raypar.cluster.together import together
 from raypar.errors import ConfigError, JobError, RoomError
@@ -96,6 +102,7 @@ def start_actors(
     folder: Path | None = None,
     group: PlacementGroup | None = None,
     resources: Resources = _USUAL_RESOURCES,
+    shared_gpu: SharedGpu = "staged",
 ) -> Actors:
     """Start one actor for each rank of the world, all of them or none, and return them.
 
@@ -111,6 +118,7 @@ def start_actors(
         folder: The run's folder, which all nodes with actors must see; None without one.
         group: The placement group of the actors; None for that of this task, if it has room, or new ones.
         resources: The resources of each actor besides the GPUs of ``gpu_share``.
+        shared_gpu: How actors of one GPU exchange tensors; over NCCL they are all on one node.
 
     Raises:
         ConfigError: If a demanded GPU is missing, or a node lacks what the run needs.
@@ -130,11 +138,15 @@ def start_actors(
             undo.push(_disconnect)
         grows = waits.nodes > 0
         nodes = _roomy(world, count, resources.cpus, grows=grows)
-        share = share_of(device, resources, count, _num_gpus(nodes, group), built=built, grows=grows)
+        gpus = _num_gpus(nodes, group)
+        share = share_of(device, resources, count, gpus, built=built, grows=grows, shared_gpu=shared_gpu)
         within, seconds = group or get_current_placement_group(), waits.room if group else None
         bundles, claim = _inside(within, share, count, seconds), None
+        if shared_gpu == "nccl" and within and bundles:
+            demand_one_node(within, {bundle.bundle for bundle in bundles})
         if not bundles:
-            claim, nodes = _claim(world, nodes, share, resources.placement_strategy, spares, job, grows=grows)
+            strategy = _strategy(world, nodes, share, resources.placement_strategy, shared_gpu)
+            claim, nodes = _claim(world, nodes, share, strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)
             claim.make()
         demand_alike(nodes, folder)
@@ -182,7 +194,23 @@ def connected() -> Iterator[list[Node]]:
             disconnect()
 
 
-def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resources: Resources) -> list[str]:
+def _strategy(
+    world: World, nodes: Sequence[Node], share: ActorResources, strategy: PlacementStrategy, shared_gpu: SharedGpu
+) -> PlacementStrategy:
+    """Return where actors go: all on one node if they share GPUs over NCCL. Raises ConfigError if none has room."""
+    if shared_gpu == "staged":
+        return strategy
+    ConfigError.raise_if(one_node_faults(world, nodes, share))
+    return "STRICT_PACK"
+
+
+def foreseen(
+    world: World,
+    nodes: Sequence[Node],
+    device: DeviceChoice,
+    resources: Resources,
+    shared_gpu: SharedGpu = "staged",
+) -> list[str]:
     """Return lines with the node of each actor of a future launch, and the faults of that placement.
 
     Args:
@@ -190,16 +218,19 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resource
         nodes: The nodes of the cluster to which this process is connected.
         device: The run's setting.
         resources: The run's resources.
+        shared_gpu: How actors of one GPU exchange tensors.
 
     Raises:
-        ConfigError: The run demands a GPU, and there can be none.
+        ConfigError: The run demands a GPU, and there can be none, or shares GPUs over NCCL, and can't.
     """
     gpus = int(float_sum(node.total.get("GPU", 0.0) for node in nodes))
-    share = share_of(device, resources, world.size, gpus, built=torch.backends.cuda.is_built(), grows=False)
-    found = place(world, nodes, share, resources.placement_strategy, free=False)
+    built = torch.backends.cuda.is_built()
+    share = share_of(device, resources, world.size, gpus, built=built, grows=False, shared_gpu=shared_gpu)
+    strategy = _strategy(world, nodes, share, resources.placement_strategy, shared_gpu)
+    found = place(world, nodes, share, strategy, free=False)
     if found.missing:
         return [no_room(world, nodes, TOO_SMALL, share)]
-    now = place(world, nodes, share, resources.placement_strategy)
+    now = place(world, nodes, share, strategy)
     waits = now.is_worse_than(found)
     lines = list(placement_lines(world, found if waits else now, nodes))
     if waits:

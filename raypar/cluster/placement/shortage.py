@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from ray.util.placement_group import placement_group_table
 
 from raypar.actors.mesh.world import World
 from raypar.cluster.placement.devices import ActorResources
-from raypar.cluster.placement.placement import Node, amount_text, amounts_text, free_text, room_text, wants
+from raypar.cluster.placement.placement import (
+    Node,
+    amount_text,
+    amounts_text,
+    free_text,
+    may_have,
+    room,
+    room_text,
+    wants,
+)
 from raypar.schedules.float_sum import float_sum
 
 TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
@@ -40,6 +49,23 @@ def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources
         f"mesh: {world.size} actors{others} need {need}{on}, the cluster has {have} "
         f"on {len(nodes)} node{'s' if len(nodes) != 1 else ''}{each}: {why}"
     )
+
+
+def one_node_faults(world: World, nodes: Sequence[Node], share: ActorResources) -> Iterator[str]:
+    """Yield a fault if actors that share GPUs over NCCL have no room on one node.
+
+    Args:
+        world: The ranks.
+        nodes: The nodes.
+        share: The resources of each actor.
+    """
+    most = max((room(node.total, share) for node in nodes if may_have(node, share)), default=0)
+    if most < world.size:
+        fix = f"use a mesh of at most {most} actors, or leave shared_gpu out" if most > 1 else "leave shared_gpu out"
+        yield (
+            f"shared_gpu is 'nccl', but no node has room for all {world.size} actors ({room_text(nodes, share)}), and "
+            f"NCCL connects actors of one GPU on one node only: {fix}"
+        )
 
 
 def holders(own: Collection[str]) -> str:
