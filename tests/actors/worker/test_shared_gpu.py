@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 
 from raypar.actors.collective.gpu.group import ring
 from raypar.actors.errors import ActionError
 from raypar.actors.specs.worlds import world_of
-from raypar.actors.worker.worker import Worker
 from raypar.parity.verify import relative_error, train_plainly
 from raypar.reporting.report import reports_of
+from raypar.schedules.action import Op
 from tests.gpu.fakes import fake_nccl
 from tests.gpu.nccl_team import nccl_groups, nccl_teams
 from tests.gpu.ops import together
@@ -52,21 +54,22 @@ def test_a_run_trains_what_one_process_does(over_nccl, name):
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", ["pp", "dp of 4", "zero 3 of 4"])
-def test_an_actor_that_fails_in_the_middle_of_a_step_ends_it_for_all(over_nccl, monkeypatch, name):
+def test_an_actor_that_fails_in_the_middle_of_a_step_ends_it_for_all(over_nccl, name):
     """And new groups, as after a recovery, train on."""
-    run, usual = run_of(name, device="cpu"), Worker.perform
-
-    def perform(self, action):
-        if self.context.plan.rank == 1 and str(action).endswith("B0"):
-            raise self.context.failed(str(action), None, ValueError("its memory is full"))
-        usual(self, action)
-
+    run, full = run_of(name, device="cpu"), ValueError("its memory is full")
     team = over_nccl(run=run)
-    monkeypatch.setattr(Worker, "perform", perform)
-    errors = team.each(lambda actor: actor.train(0))
+    team.all[1].member._methods[Op.B] = Mock(side_effect=full)
+
+    def train(actor):
+        try:
+            return actor.train(0)
+        except ActionError:
+            team.close()  # as the driver does
+            raise
+
+    errors = team.each(train)
     assert all(isinstance(error, ActionError) for error in errors)
-    assert [error.reason for error in errors if not error.secondary] == ["ValueError: its memory is full"]
-    monkeypatch.setattr(Worker, "perform", usual)
+    assert [error.reason for error in errors if not error.secondary] == [f"ValueError: {full}"]
     over_nccl(run=run).step(0)
 
 
