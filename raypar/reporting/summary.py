@@ -89,6 +89,9 @@ def plan_rows(
     if run.resources != Resources():
         threads = f"; it computes with {run.num_threads} thread{'s' * (run.num_threads != 1)}"
         rows.append(("each actor takes", f"{run.resources}{threads}"))
+    if run.shared_gpu == "nccl":
+        turns = "exchange tensors over NCCL, by sockets and in turns: for trying, and slower than predicted"
+        rows.append(("actors of one GPU", turns))
     if isinstance(run.data, Text) and run.model.seq is not None:
         rows.append(("data", _passes_text(run, run.data, run.model.seq)))
     if isinstance(run.data, Examples) and run.model.seq is not None:

@@ -123,7 +123,12 @@ def gpu_share(
         sharing,
         _EXCHANGED[shared_gpu],
     )
-    return ActorResources("cuda", _UNITS // sharing / _UNITS)
+    return ActorResources("cuda", part_of_gpu(sharing))
+
+
+def part_of_gpu(actors: int) -> float:
+    """Return the part of a GPU of each of some actors that share it, in Ray's units."""
+    return _UNITS // actors / _UNITS
 
 
 def demand_build(choice: DeviceChoice, *, built: bool) -> None:

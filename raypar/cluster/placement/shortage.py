@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from ray.util.placement_group import placement_group_table
 
 from raypar.actors.mesh.world import World
-from raypar.cluster.placement.devices import ActorResources
+from raypar.cluster.placement.devices import ActorResources, part_of_gpu
 from raypar.cluster.placement.placement import (
     Node,
     amount_text,
@@ -59,13 +61,16 @@ def one_node_faults(world: World, nodes: Sequence[Node], share: ActorResources) 
         nodes: The nodes.
         share: The resources of each actor.
     """
-    most = max((room(node.total, share) for node in nodes if may_have(node, share)), default=0)
-    if most < world.size:
-        fix = f"use a mesh of at most {most} actors, or leave shared_gpu out" if most > 1 else "leave shared_gpu out"
-        yield (
-            f"shared_gpu is 'nccl', but no node has room for all {world.size} actors ({room_text(nodes, share)}), and "
-            f"NCCL connects actors of one GPU on one node only: {fix}"
-        )
+    usable = [node for node in nodes if may_have(node, share)]
+    if any(room(node.total, share) >= world.size for node in usable):
+        return
+    parts = [part_of_gpu(math.ceil(world.size / node.total["GPU"])) for node in usable if node.total.get("GPU")]
+    fits = [part for part in parts if any(room(n.total, replace(share, gpus=part)) >= world.size for n in usable)]
+    fix = f"set resources.gpus to {max(fits):g}, so that all are on one, or " if fits else ""
+    yield (
+        f"shared_gpu is 'nccl', but no node has room for all {world.size} actors ({room_text(nodes, share)}), and "
+        f"NCCL connects actors of one GPU on one node only: {fix}leave shared_gpu out"
+    )
 
 
 def holders(own: Collection[str]) -> str:
