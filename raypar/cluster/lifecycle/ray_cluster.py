@@ -127,10 +127,7 @@ def start_actors(
     """
     built, count = torch.backends.cuda.is_built(), world.size + spares  # the actors' torch is the same build
     demand_build(device, built=built)
-    if not ray.is_initialized() and (faults := list(actor_count_faults(count, resources.cpus))):
-        raise ConfigError(faults)
-    crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
-    log.info("starting %d actor%s%s", count, "s" * (count != 1), _SHARING if crowds else "", extra=DETAIL)
+    _announce(world, count, resources.cpus)
     with ExitStack() as undo:
         with _own_sigterm():
             owns = _connect()
@@ -141,9 +138,7 @@ def start_actors(
         gpus = _num_gpus(nodes, group)
         share = share_of(device, resources, count, gpus, built=built, grows=grows, shared_gpu=shared_gpu)
         within, seconds = group or get_current_placement_group(), waits.room if group else None
-        bundles, claim = _inside(within, share, count, seconds), None
-        if shared_gpu == "nccl" and within and bundles:
-            demand_one_node(within, {bundle.bundle for bundle in bundles})
+        bundles, claim = _inside(within, share, count, seconds, on_one_node=shared_gpu == "nccl"), None
         if not bundles:
             strategy = _strategy(world, nodes, share, resources.placement_strategy, shared_gpu)
             claim, nodes = _claim(world, nodes, share, strategy, spares, job, grows=grows)
@@ -158,6 +153,14 @@ def start_actors(
         handles = together(lambda pair: create(*pair), zip(names, bundles, strict=True))
         undo.pop_all()
     return Actors(handles, owns, driver_id(), share.device, create, partial(claimed, share=share), bundles, waits.nodes)
+
+
+def _announce(world: World, actors: int, cpus: float) -> None:
+    """Log that actors start. Raises ConfigError if a Ray of our own would have too few CPUs for them."""
+    if not ray.is_initialized() and (faults := list(actor_count_faults(actors, cpus))):
+        raise ConfigError(faults)
+    crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
+    log.info("starting %d actor%s%s", actors, "s" * (actors != 1), _SHARING if crowds else "", extra=DETAIL)
 
 
 def _num_gpus(nodes: Sequence[Node], group: PlacementGroup | None) -> int:
@@ -267,7 +270,7 @@ def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
 
 
 def _inside(
-    group: PlacementGroup | None, share: ActorResources, actors: int, seconds: float | None
+    group: PlacementGroup | None, share: ActorResources, actors: int, seconds: float | None, *, on_one_node: bool
 ) -> list[ActorBundle]:
     """Return bundles for actors in an existing placement group; [] without a group, or if this task's has no room.
 
@@ -276,9 +279,10 @@ def _inside(
         share: The resources of an actor.
         actors: Number of actors.
         seconds: Seconds to wait until its bundles are free; None if it is this task's and not the user's choice.
+        on_one_node: Whether all actors must be on one node.
 
     Raises:
-        ConfigError: It was removed, or belongs to another cluster.
+        ConfigError: It was removed, or belongs to another cluster, or its bundles are on several nodes.
         RoomError: It has no room, or had none in time.
     """
     if group is None:
@@ -295,6 +299,8 @@ def _inside(
         else:
             few = too_small(group, bundles, free if fits else bundles, share, actors)
             raise RoomError([f"{few}: make it larger, use a smaller mesh, or leave placement_group out"])
+    if on_one_node:
+        demand_one_node(group, chosen)
     return [ActorBundle(group, bundle) for bundle in chosen]
 
 
