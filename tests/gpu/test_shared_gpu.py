@@ -11,7 +11,7 @@ import torch
 import raypar as rp
 from raypar.actors.specs.worlds import world_of
 from tests.gpu.members import TIMEOUT, Member, group_classes, visible_gpus
-from tests.gpu.shared_gpu import CHECKS, every_check, every_run, run_of
+from tests.gpu.shared_gpu import CHECKS, every_check, every_failing, every_run, run_of
 
 SHARED = {"device": "cuda", "shared_gpu": "nccl"}
 
@@ -34,12 +34,12 @@ def members(cluster):
         cluster.kill(one)
 
 
-def launched(run):
+def launched(run, **options):
     """A job whose actors share GPUs over NCCL."""
     actors = world_of(run).size
     if torch.cuda.device_count() >= actors:
         pytest.skip(f"needs fewer GPUs than its {actors} actors: set CUDA_VISIBLE_DEVICES=0")
-    return rp.launch(run)
+    return rp.launch(run, **options)
 
 
 @every_check
@@ -65,7 +65,7 @@ def test_a_run_trains_what_one_process_does(cluster, name):
     assert verdict.ok, str(verdict)
 
 
-@pytest.mark.parametrize("name", ["pp", "dp of 4", "zero 3 of 4"])
+@every_failing
 def test_an_actor_that_is_killed_ends_the_job_soon(cluster, name):
     with launched(run_of(name, **SHARED, timeout=30.0)) as job:
         job.step()
@@ -80,15 +80,13 @@ def test_an_actor_that_is_killed_is_replaced(cluster):
     run = run_of("pp", **SHARED, max_failures=1)
     with launched(run) as job:
         undisturbed = [report.loss for report in job.train()]
-    with rp.launch(run, chaos=[rp.chaos.kill("pp=1", at="1B0", step=2)]) as job:
+    with launched(run, chaos=[rp.chaos.kill("pp=1", at="1B0", step=2)]) as job:
         assert [report.loss for report in job.train()] == undisturbed
 
 
-@pytest.mark.parametrize("name", ["pp", "tp", "zero 3 of 4"])
-def test_an_error_in_the_middle_of_a_step_ends_the_job(cluster, name):
+@every_failing
+def test_an_actor_that_fails_in_the_middle_of_a_step_ends_it_for_all(cluster, name):
     run = run_of(name, **SHARED)
-    fault = rp.chaos.raise_(world_of(run).label(1), at="end" if name == "tp" else "STEP", step=2)
-    with launched(run) as job:
-        job.close()
-    with rp.launch(run, chaos=[fault]) as job, pytest.raises(rp.JobError, match="injected"):
+    fault = rp.chaos.raise_(world_of(run).label(1), at="STEP", step=2)
+    with launched(run, chaos=[fault]) as job, pytest.raises(rp.JobError, match="injected on purpose"):
         job.train()

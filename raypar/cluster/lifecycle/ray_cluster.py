@@ -126,8 +126,7 @@ def start_actors(
         JobError: If Ray does not start.
     """
     built, count = torch.backends.cuda.is_built(), world.size + spares  # the actors' torch is the same build
-    demand_build(device, built=built)
-    _announce(world, count, resources.cpus)
+    _announce(world, device, count, resources.cpus, built=built)
     with ExitStack() as undo:
         with _own_sigterm():
             owns = _connect()
@@ -155,8 +154,9 @@ def start_actors(
     return Actors(handles, owns, driver_id(), share.device, create, partial(claimed, share=share), bundles, waits.nodes)
 
 
-def _announce(world: World, actors: int, cpus: float) -> None:
-    """Log that actors start. Raises ConfigError if a Ray of our own would have too few CPUs for them."""
+def _announce(world: World, device: DeviceChoice, actors: int, cpus: float, *, built: bool) -> None:
+    """Log that actors start. Raises ConfigError if their torch lacks CUDA, or a Ray of our own CPUs for them."""
+    demand_build(device, built=built)
     if not ray.is_initialized() and (faults := list(actor_count_faults(actors, cpus))):
         raise ConfigError(faults)
     crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()

@@ -15,7 +15,7 @@ from raypar.schedules.action import Op
 from tests.gpu.fakes import fake_nccl
 from tests.gpu.nccl_team import nccl_groups, nccl_teams
 from tests.gpu.ops import together
-from tests.gpu.shared_gpu import CHECKS, RUNS, SIZES, STEPS, every_check, every_run, run_of
+from tests.gpu.shared_gpu import CHECKS, RUNS, SIZES, STEPS, every_check, every_failing, every_run, run_of
 
 CLOSE, HALF = (1e-5, 1e-2), (2e-2, 5e-2)  # relative: of losses and of weights, in fp32 and with half precision
 
@@ -52,8 +52,7 @@ def test_a_run_trains_what_one_process_does(over_nccl, name):
     assert max(relative_error(weights[name], weight) for name, weight in plain.weights.items()) < of_weights
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", ["pp", "dp of 4", "zero 3 of 4"])
+@every_failing
 def test_an_actor_that_fails_in_the_middle_of_a_step_ends_it_for_all(over_nccl, name):
     """And new groups, as after a recovery, train on."""
     run, full = run_of(name, device="cpu"), ValueError("its memory is full")
