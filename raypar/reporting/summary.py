@@ -223,7 +223,7 @@ def _resource_rows(run: Run) -> Iterator[tuple[str, str]]:
     if run.shared_gpu == "nccl":
         yield (
             "actors of one GPU",
-            "exchange tensors over NCCL, by sockets and in turns: for trying, and slower than predicted",
+            "exchange tensors over NCCL, whose kernels take turns: for trying, and slower than predicted",
         )
 
 

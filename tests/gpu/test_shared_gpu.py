@@ -22,6 +22,7 @@ def members(cluster):
     made = []
 
     def of(size):
+        demand_fewer_gpus(size)
         actor = cluster.remote(num_cpus=1, num_gpus=1 / size, max_restarts=0)(Member)
         made.extend(joined := [actor.remote() for _ in range(size)])
         name = f"shared-{uuid.uuid4().hex}"
@@ -34,11 +35,15 @@ def members(cluster):
         cluster.kill(one)
 
 
-def launched(run, **options):
-    """A job whose actors share GPUs over NCCL."""
-    actors = world_of(run).size
+def demand_fewer_gpus(actors):
+    """Skip a test in which each actor would have a GPU of its own."""
     if torch.cuda.device_count() >= actors:
         pytest.skip(f"needs fewer GPUs than its {actors} actors: set CUDA_VISIBLE_DEVICES=0")
+
+
+def launched(run, **options):
+    """A job whose actors share GPUs over NCCL."""
+    demand_fewer_gpus(world_of(run).size)
     return rp.launch(run, **options)
 
 

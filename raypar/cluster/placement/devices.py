@@ -17,7 +17,7 @@ _NO_GPU = "use device 'cpu', add a node with GPUs, or wait for nodes"
 _UNITS = 10_000  # the units in which Ray counts fractions of a GPU
 _EXCHANGED: Mapping[SharedGpu, str] = {
     "staged": "their tensors go through the host, which is slow (shared_gpu 'nccl': over NCCL, for trying)",
-    "nccl": "NCCL connects them by sockets, and their kernels take turns, which is for trying, not for speed",
+    "nccl": "NCCL connects them, and their kernels take turns, which is for trying, not for speed",
 }
 
 

@@ -47,7 +47,7 @@ _TEST_SECONDS = {
     "test_nccl": 45,
     "test_staged": 20,
     "test_runs": 150,
-    "test_shared_gpu": 300,
+    "test_shared_gpu": 420,
     "test_layouts": 240,
 }
 

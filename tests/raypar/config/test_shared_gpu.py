@@ -88,5 +88,5 @@ def test_the_plan_says_how_actors_of_one_gpu_exchange_tensors():
     assert world_of(RUN).size == 2
     assert "actors of one GPU" not in dict(plan_rows(on_cpus, schedule))
     assert dict(plan_rows(RUN, schedule))["actors of one GPU"] == (
-        "exchange tensors over NCCL, by sockets and in turns: for trying, and slower than predicted"
+        "exchange tensors over NCCL, whose kernels take turns: for trying, and slower than predicted"
     )

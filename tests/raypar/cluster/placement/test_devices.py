@@ -98,7 +98,7 @@ def test_sharing_over_nccl_is_said_to_be_for_trying(caplog):
     assert gpu_share("cuda", 4, 1, built=True, grows=False, shared_gpu="nccl") == ActorResources("cuda", 0.25)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "4 actors share 1 GPU, up to 4 one: NCCL connects them by sockets, and their kernels take turns, which is for "
+        "4 actors share 1 GPU, up to 4 one: NCCL connects them, and their kernels take turns, which is for "
         "trying, not for speed"
     )
 
