@@ -101,7 +101,7 @@ def _eps_faults(examined: Examined) -> Iterator[str]:
     """Yield a fault if the optimizer's states are fp16, in which its eps is 0."""
     run = examined.run
     eps = {AdamW: "eps", Muon: "adamw_eps"}.get(type(run.optim), "")
-    value, is_all_fp16 = getattr(run.optim, eps, 1.0), run.precision.master == run.precision.compute == "fp16"
+    value, is_all_fp16 = getattr(run.optim, eps, 1.0), run.precision.master == run.precision.layers == "fp16"
     if is_all_fp16 and value <= FP16_SMALLEST / 2:
         yield (
             f"optim.{eps} {value:g} is 0 in fp16, so an update could be infinite: set precision.master to fp32, or "

@@ -17,6 +17,7 @@ from raypar.actors.bounds import Step
 from raypar.actors.checkpoint.shards import is_plain, read_shard, write_shard
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.precision import Compute
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import short_repr
@@ -55,6 +56,7 @@ class Recorded:
         recompute: The run's recompute setting.
         threads: Number of torch threads of the actor.
         device: The kind of device.
+        compute: What the layers compute in.
         format: The format's name and version.
     """
 
@@ -69,6 +71,7 @@ class Recorded:
     recompute: Recompute
     threads: Annotated[int, Ge(1), Le(1024)]
     device: DeviceKind
+    compute: Compute = "fp32"
     format: str = _FORMAT
 
 

@@ -338,7 +338,7 @@ class TrainingLoop:
 
     def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> list[Report]:
         """Count the steps that every actor has reported now: one, or those that overlap. Record their reports."""
-        watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.compute)
+        watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.layers)
         reports = reports_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
         if not by_hand:
             self._stragglers.warn(reports[-1].steps_taken, [result.busy for result in results])
