@@ -9,14 +9,12 @@ than 2^-14 of the largest in its row. So a row can be divided over actors withou
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from raypar.actors.autograd.torch_private import as_no_view
-from raypar.actors.layers.linear import ProductsLinear, Products, linear_product
+from raypar.actors.layers.linear import Products, ProductsLinear, linear_product
 
 _DTYPE = torch.float8_e4m3fn
 _MOST = torch.finfo(_DTYPE).max
@@ -52,10 +50,19 @@ def rounded(rows: Tensor) -> Tensor:
     return (values.float() * factor).to(rows.dtype)
 
 
-@cache
 def multiplies_fp8(device: torch.device) -> bool:
     """Return whether a device multiplies numbers in fp8; otherwise products are those of rounded numbers."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
+def demand_fp8(device: torch.device) -> None:
+    """Raise ValueError if a device is a GPU that does not multiply numbers in fp8."""
+    if device.type == "cuda" and not multiplies_fp8(device):
+        kind = torch.cuda.get_device_name(device)
+        raise ValueError(
+            f"precision.compute is 'fp8', but this GPU, {kind}, does not multiply fp8 (compute capability 8.9 does): "
+            "set precision.compute to 'bf16', or resources.accelerator_type to H100, say"
+        )
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

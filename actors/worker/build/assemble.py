@@ -17,6 +17,7 @@ from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.extents import Extents
 from raypar.actors.inspect.overflow import OverflowWatch
+from raypar.actors.layers.fp8 import demand_fp8
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.offload_storage import storage_of
 from raypar.actors.models.base import Model, unsharded
@@ -66,6 +67,8 @@ def build_part(
         server: The index of a parameter server among those of its pipeline rank; None for a worker.
     """
     run, world = plan.run, plan.world
+    if run.precision.compute == "fp8":
+        demand_fp8(device.device)
     model = unweighted_model(run)
     axes = axis_styles(run, groups)
     parallelizer = Parallelizer(model, axes)

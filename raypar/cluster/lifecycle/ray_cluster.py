@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,7 +30,7 @@ from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.lifecycle.actors import Actors, driver_id
 from raypar.cluster.lifecycle.claims import Claim, actor_name, claimed
 from raypar.cluster.lifecycle.replacement_actors import ActorBundle
-from raypar.cluster.nodes.nodes import demand_alike, living_nodes
+from raypar.cluster.nodes.nodes import demand_alike, demand_other_accelerators, living_nodes
 from raypar.cluster.placement.devices import ActorResources, demand_build, share_of
 from raypar.cluster.placement.given_group import bundles_of_group, chosen_bundles, free_bundles, too_small
 from raypar.cluster.placement.placement import Node, blocks_of, place, placement_lines, split_message
@@ -96,6 +96,7 @@ def start_actors(
     folder: Path | None = None,
     group: PlacementGroup | None = None,
     resources: Resources = _USUAL_RESOURCES,
+    unfit: Collection[str] = (),
 ) -> Actors:
     """Start one actor for each rank of the world, all of them or none, and return them.
 
@@ -111,6 +112,7 @@ def start_actors(
         folder: The run's folder, which all nodes with actors must see; None without one.
         group: The placement group of the actors; None for that of this task, if it has room, or new ones.
         resources: The resources of each actor besides the GPUs of ``gpu_share``.
+        unfit: The kinds of accelerators that the run can't use, by Ray's names.
 
     Raises:
         ConfigError: If a demanded GPU is missing, or a node lacks what the run needs.
@@ -137,6 +139,7 @@ def start_actors(
             claim, nodes = _claim(world, nodes, share, resources.placement_strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)
             claim.make()
+        demand_other_accelerators(nodes, unfit if share.device == "cuda" else ())
         demand_alike(nodes, folder)
         if claim is not None:
             claim.wait(max(waits))

@@ -242,5 +242,6 @@ class Recorder:
                 recompute=self._loaded.run.recompute,
                 threads=self._loaded.run.num_threads,
                 device=self._device,
+                compute=self._loaded.run.precision.compute,
             )
             write_recording(path, about, tensors)
