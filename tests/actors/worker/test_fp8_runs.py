@@ -17,16 +17,13 @@ GPT = rp.GPT(layers=2, hidden=32, heads=2, seq=16, dropout=0.0)
 LLAMA = rp.Llama(layers=2, hidden=64, heads=4, kv_heads=1, ffn=96, seq=16, dropout=0.0)
 TINY = rp.Run(model=GPT, microbatches=2, steps=2, timeout=20.0, precision=rp.Precision("fp8"))
 BITWISE = {
-    "pp": {"mesh": rp.Mesh(pp=2)},
     "pp, W later": {"mesh": rp.Mesh(pp=2), "schedule": "zb-h1", "model": LLAMA},
     "pp, recomputed": {"mesh": rp.Mesh(pp=2), "recompute": "full"},
-    "dp": {"mesh": rp.Mesh(dp=2), "microbatches": 1},
     "dp, zero 3": {"mesh": rp.Mesh(dp=2), "microbatches": 1, "zero": 3},
     "pp, adapters": {"mesh": rp.Mesh(pp=2), "model": replace(GPT, lora=rp.Lora(rank=4))},
     "pp, experts": {"mesh": rp.Mesh(pp=2), "model": replace(GPT, moe=rp.MoE(experts=2, top_k=1))},
 }
 CLOSE = {
-    "tp": {"mesh": rp.Mesh(tp=2)},
     "tp, sequence": {"mesh": rp.Mesh(tp=2), "sequence_parallel": True, "model": LLAMA},
     "tp, pp, W later": {"mesh": rp.Mesh(tp=2, pp=2), "schedule": "zb-h1", "sequence_parallel": True},
     "tp, adapters": {"mesh": rp.Mesh(tp=2), "model": replace(GPT, lora=rp.Lora(rank=4))},
@@ -36,15 +33,11 @@ CLOSE = {
 }
 
 
-@pytest.mark.sampled
-@pytest.mark.each_value
 @pytest.mark.parametrize("layout", BITWISE)
 def test_the_same_products_have_the_bits_of_one_process(layout):
     assert verdict_of(replace(TINY, **BITWISE[layout])).bitwise
 
 
-@pytest.mark.sampled
-@pytest.mark.each_value
 @pytest.mark.parametrize("layout", CLOSE)
 def test_other_layouts_agree_within_bounds(layout):
     found = verdict_of(replace(TINY, **CLOSE[layout]))
