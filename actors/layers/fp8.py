@@ -15,12 +15,12 @@ from torch import Tensor
 
 from raypar.actors.autograd.torch_private import as_no_view
 from raypar.actors.layers.linear import Products, ProductsLinear, linear_product
+from raypar.actors.specs.precision import FP8_CAPABILITY
 
 _DTYPE = torch.float8_e4m3fn
 _MOST = torch.finfo(_DTYPE).max
 _LEAST = 2.0**-100  # of the largest number of a row, so that a row of zeros has a scale
 _EXPONENT = 0x7F80_0000  # the bits of a float32's exponent
-_CAPABILITY = 8, 9  # of the first GPUs that multiply fp8
 
 
 class Fp8Linear(ProductsLinear):
@@ -52,17 +52,7 @@ def rounded(rows: Tensor) -> Tensor:
 
 def multiplies_fp8(device: torch.device) -> bool:
     """Return whether a device multiplies numbers in fp8; otherwise products are those of rounded numbers."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CAPABILITY
-
-
-def demand_fp8(device: torch.device) -> None:
-    """Raise ValueError if a device is a GPU that does not multiply numbers in fp8."""
-    if device.type == "cuda" and not multiplies_fp8(device):
-        kind = torch.cuda.get_device_name(device)
-        raise ValueError(
-            f"precision.compute is 'fp8', but this GPU, {kind}, does not multiply fp8 (compute capability 8.9 does): "
-            "set precision.compute to 'bf16', or resources.accelerator_type to H100, say"
-        )
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ DType = Literal["fp32", "bf16", "fp16"]
 Compute = Literal[DType, "fp8"]
 Nonfinite = Literal["stop", "skip", "rewind"]  # what becomes of a step whose loss or gradients are not finite
 
+FP8_CAPABILITY = 8, 9  # compute capability of the first GPUs that multiply fp8
 FP8_MULTIPLE = 16  # of which GPUs multiply matrices of fp8 in both dims of a weight
 WITHOUT_FP8 = frozenset(  # GPUs before compute capability 8.9, by Ray's names
     ("K80", "P4", "P100", "V100", "T4", "A10", "A10G", "A30", "A40", "A100", "A100-40G", "A100-80G")

@@ -17,7 +17,6 @@ from raypar.actors.data_parallel.sums import GradientSums
 from raypar.actors.expert_parallel.record import RouterRecord
 from raypar.actors.extents import Extents
 from raypar.actors.inspect.overflow import OverflowWatch
-from raypar.actors.layers.fp8 import demand_fp8
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.offload_storage import storage_of
 from raypar.actors.models.base import Model, unsharded
@@ -68,7 +67,7 @@ def build_part(
     """
     run, world = plan.run, plan.world
     if run.precision.compute == "fp8":
-        demand_fp8(device.device)
+        device.demand_fp8()
     model = unweighted_model(run)
     axes = axis_styles(run, groups)
     parallelizer = Parallelizer(model, axes)

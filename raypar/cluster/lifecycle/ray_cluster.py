@@ -121,10 +121,7 @@ def start_actors(
     """
     built, count = torch.backends.cuda.is_built(), world.size + spares  # the actors' torch is the same build
     demand_build(device, built=built)
-    if not ray.is_initialized() and (faults := list(actor_count_faults(count, resources.cpus))):
-        raise ConfigError(faults)
-    crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
-    log.info("starting %d actor%s%s", count, "s" * (count != 1), _SHARING if crowds else "", extra=DETAIL)
+    _announce(world, count, resources.cpus)
     with ExitStack() as undo:
         with _own_sigterm():
             owns = _connect()
@@ -149,6 +146,14 @@ def start_actors(
         handles = together(lambda pair: create(*pair), zip(names, bundles, strict=True))
         undo.pop_all()
     return Actors(handles, owns, driver_id(), share.device, create, partial(claimed, share=share), bundles, waits.nodes)
+
+
+def _announce(world: World, count: int, cpus: float) -> None:
+    """Log how many actors start. Raises ConfigError if this process would start a Ray that can't have so many."""
+    if not ray.is_initialized() and (faults := list(actor_count_faults(count, cpus))):
+        raise ConfigError(faults)
+    crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
+    log.info("starting %d actor%s%s", count, "s" * (count != 1), _SHARING if crowds else "", extra=DETAIL)
 
 
 def _num_gpus(nodes: Sequence[Node], group: PlacementGroup | None) -> int:
