@@ -57,7 +57,7 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if multiplies_fp8(x.device):
-        return as_no_view(_scaled_product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1))
+        return as_no_view(_scaled_product(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], len(weight)))
     return as_no_view(F.linear(rounded(x), rounded(weight), bias))
 
 

@@ -17,7 +17,6 @@ from raypar.actors.bounds import Step
 from raypar.actors.checkpoint.shards import is_plain, read_shard, write_shard
 from raypar.actors.errors import CheckpointError
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.specs.precision import Compute
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.fields import short_repr
@@ -56,7 +55,6 @@ class Recorded:
         recompute: The run's recompute setting.
         threads: Number of torch threads of the actor.
         device: The kind of device.
-        compute: What the layers compute in.
         format: The format's name and version.
     """
 
@@ -71,7 +69,6 @@ class Recorded:
     recompute: Recompute
     threads: Annotated[int, Ge(1), Le(1024)]
     device: DeviceKind
-    compute: Compute = "fp32"
     format: str = _FORMAT
 
 
@@ -242,6 +239,5 @@ class Recorder:
                 recompute=self._loaded.run.recompute,
                 threads=self._loaded.run.num_threads,
                 device=self._device,
-                compute=self._loaded.run.precision.compute,
             )
             write_recording(path, about, tensors)

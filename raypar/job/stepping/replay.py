@@ -118,7 +118,7 @@ def _model_of(recorded: Recorded, model: Layers | None) -> GPT | Llama | Layers:
 
 def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> Stage:
     """Build the stage with its recorded state. Raises ConfigError if the model has other layers or weights."""
-    model = build_model(spec, recorded.seed, recorded.compute)
+    model = build_model(spec, recorded.seed)
     if not recorded.layers or not all(0 <= layer < len(model.names) for layer in recorded.layers):
         layers = short_repr(list(recorded.layers))
         raise ConfigError([f"the recording is of the layers {layers}: the model has {len(model.names)}"])

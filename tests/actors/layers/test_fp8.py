@@ -194,3 +194,32 @@ def test_the_parts_of_a_layer_are_those_of_the_whole_one(layer, kind):
         for one, other in zip(found, (out, inner), strict=True):
             error = (one.double() - other.double()).norm() / other.double().norm()
             assert error < 2 * HALF_A_STEP, "two roundings to bf16, and no other of fp8"
+
+
+def scaled_mm(left, right, of_left, kind, of_right, other_kind, *, bias, output_dtype, use_fast_accum):
+    """What torch's kernel for GPUs takes and makes, in float32."""
+    rows, inner, columns = *left.shape, right.shape[1]
+    assert left.dtype == right.dtype == torch.float8_e4m3fn
+    assert left.is_contiguous() and right.t().is_contiguous(), "the second factor is column-major"
+    assert kind == other_kind == F.ScalingType.RowWise
+    assert inner % 16 == columns % 16 == 0
+    assert of_left.shape == (rows, 1) and of_right.shape == (1, columns) and use_fast_accum
+    assert of_left.dtype == of_right.dtype == torch.float32 and of_right.is_contiguous()
+    out = (left.float() @ right.float()) * of_left * of_right
+    return (out if bias is None else out + bias.float()).to(output_dtype)
+
+
+def test_a_gpus_kernel_gets_factors_and_scales_as_it_takes_them(layer, monkeypatch):
+    monkeypatch.setattr(fp8, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    assert max(errors(layer)) < HALF_A_STEP
+    x = random(2, 3, IN)
+    assert FP8.linear(x, layer.weight, layer.bias).shape == (2, 3, OUT)
+    assert FP8.linear(x[:0], layer.weight, layer.bias).shape == (0, 3, OUT)
+
+
+def test_it_compiles_into_one_graph_with_the_same_bits(layer):
+    x, gradient = random(ROWS, IN), random(ROWS, OUT, seed=1)
+    expected = made(layer, x, gradient)
+    layer.compile(backend="aot_eager", fullgraph=True)
+    assert all(torch.equal(one, other) for one, other in zip(made(layer, x, gradient), expected, strict=True))
