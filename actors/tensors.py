@@ -65,6 +65,14 @@ def unwrap(values: Values) -> Tensor | Values:
     return values[0] if len(values) == 1 else values
 
 
+def sum_dtype(parameter: Tensor) -> torch.dtype:
+    """Return the dtype in which the gradients of a parameter are added up: of its ``grad`` between two backwards.
+
+    It is at least fp32 if ``grad_dtype`` is None: the gradients of a backward may have any dtype then.
+    """
+    return parameter.grad_dtype or (torch.float32 if parameter.dtype.itemsize < 4 else parameter.dtype)
+
+
 def cast_floating(values: Values, dtype: torch.dtype) -> Values:
     """Return tensors with those that are floating-point cast to a dtype."""
     return tuple([value.to(dtype) if value.is_floating_point() else value for value in values])

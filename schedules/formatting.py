@@ -86,3 +86,9 @@ def consecutive(numbers: Iterable[int]) -> list[tuple[int, int]]:
         else:
             found.append((number, number))
     return found
+
+
+def steps_in_words(steps: Iterable[int]) -> str:
+    """Say which steps these are: "step 3", "steps 10 to 13, 20"."""
+    parts = [f"{one}" if one == last else f"{one} to {last}" for one, last in consecutive(sorted(steps))]
+    return f"step{'s' * (len(parts) > 1 or ' ' in parts[0])} {', '.join(parts)}"

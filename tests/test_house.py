@@ -361,7 +361,7 @@ MAY_IMPORT = {
     ),
     "actors/expert_parallel": "actors actors/autograd actors/collective actors/specs schedules",
     "actors/hugging_face": "actors actors/machine actors/specs schedules",
-    "actors/inspect": "actors actors/checkpoint actors/specs schedules",
+    "actors/inspect": "actors actors/checkpoint actors/machine actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/layers/attention": "actors actors/autograd actors/layers actors/specs",
     "actors/machine": "actors actors/specs schedules",
@@ -419,8 +419,9 @@ MAY_IMPORT = {
     "raypar/cli": (
         "actors actors/data/examples actors/data/tokenizers actors/specs raypar raypar/calibration "
         "raypar/checkpoint raypar/cli/train raypar/cli/words raypar/cluster raypar/config raypar/doctor "
-        "raypar/job raypar/job/start raypar/planner raypar/planner/calibrated raypar/planner/sizes "
-        "raypar/reporting raypar/reporting/html raypar/reporting/run_folder schedules schedules/drawing"
+        "raypar/job raypar/job/start raypar/planner raypar/planner/calibrated raypar/planner/hardware "
+        "raypar/planner/sizes raypar/reporting raypar/reporting/html raypar/reporting/run_folder schedules "
+        "schedules/drawing"
     ),
     "raypar/cli/plan": (
         "actors/machine actors/mesh actors/specs raypar raypar/cli/words raypar/cluster/lifecycle "
@@ -565,15 +566,15 @@ MAY_IMPORT = {
         "raypar/planner/memory raypar/planner/sizes schedules schedules/passes schedules/simulation"
     ),
     "raypar/reporting": (
-        "actors actors/collective actors/data/examples actors/data/text actors/machine actors/mesh "
+        "actors actors/collective actors/data/examples actors/data/text actors/inspect actors/machine actors/mesh "
         "actors/models actors/optim actors/specs raypar raypar/config raypar/planner "
         "raypar/planner/calibrated raypar/planner/hardware raypar/planner/memory raypar/planner/sizes "
         "raypar/reporting/run_folder raypar/reporting/tables raypar/reporting/trackers schedules "
         "schedules/drawing schedules/passes schedules/simulation"
     ),
     "raypar/reporting/html": (
-        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/planner/hardware "
-        "raypar/reporting raypar/reporting/run_folder schedules schedules/drawing"
+        "actors/mesh actors/models actors/specs raypar raypar/config raypar/planner raypar/reporting "
+        "raypar/reporting/run_folder schedules schedules/drawing"
     ),
     "raypar/reporting/run_folder": (
         "actors actors/collective actors/machine actors/specs raypar raypar/checkpoint raypar/config "

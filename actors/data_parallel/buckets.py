@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raypar.actors.data_parallel.cut_layout import CutLayout, ReplicaCut
 from raypar.actors.portions import portions_by_kind
-from raypar.actors.tensors import dense_strides, nbytes
+from raypar.actors.tensors import dense_strides, nbytes, sum_dtype
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class Bucket:
     @property
     def grad_dtype(self) -> torch.dtype:
         """dtype in which the gradients are accumulated."""
-        return self._like.grad_dtype or self._like.dtype
+        return sum_dtype(self._like)
 
     @torch.no_grad()
     def move_in(self, name: str, flat: Tensor) -> None:

@@ -108,14 +108,21 @@ class ComputeDevice:
         kind: Kind of device, in a plan's spelling.
         device: Device of the actor's tensors.
         clock_offset: Seconds from this machine's clock to that of the driver's machine.
+        wall_offset: The same of the clocks that show the time of day.
     """
 
     kind: DeviceKind = "cpu"
     device = torch.device("cpu")
     clock_offset: float = 0.0
+    wall_offset: float = 0.0
 
     def __init__(self) -> None:
         self._memory = PeakMemory()
+
+    @property
+    def gpu(self) -> tuple[str, str]:
+        """What torch calls this GPU, and its identity; "" for CPUs."""
+        return "", ""
 
     def enter(self) -> None:
         """Prepare the calling thread to compute on the device. An actor's calls may run on any thread."""
@@ -188,6 +195,11 @@ class Cuda(ComputeDevice):
         self._generator = self._demand_gpu(index)
         self._marks: list[torch.cuda.Event] = []
         self._times: list[float] = []
+
+    @property
+    def gpu(self) -> tuple[str, str]:
+        found = torch.cuda.get_device_properties(self.device)
+        return found.name, str(found.uuid)
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)

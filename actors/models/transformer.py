@@ -25,6 +25,7 @@ from raypar.actors.layers.linear import Postponable, anywhere, is_watched, linea
 from raypar.actors.layers.linear_cross_entropy import Labels, LossSpec, Vocabulary, linear_cross_entropy
 from raypar.actors.layers.positions import Alibi, Learned, Rope, Sinusoidal, added_positions, between
 from raypar.actors.models.base import IGNORED, InitialValues, Kind, Model, Parallelize, TensorPlan
+from raypar.actors.models.init.cast import UsesOnce
 from raypar.actors.models.init.deferred_init import Unfilled, on_meta
 from raypar.actors.models.mlp import MLP
 from raypar.actors.models.moe import MixtureOfExperts
@@ -80,7 +81,7 @@ class Embedding(nn.Module, Incremental):
         return table_SD if starts_BS is None else table_SD[torch.arange(len(table_SD)).to(starts_BS) - starts_BS]
 
 
-class DecoderBlock(nn.Module):
+class DecoderBlock(nn.Module, UsesOnce):
     """Decoder block, (B, S, D) -> (B, S, D): attention and MLP, each after a norm and added to the residual stream.
 
     Args:
@@ -93,7 +94,7 @@ class DecoderBlock(nn.Module):
     def __init__(self, norms: Sequence[nn.Module], attn: nn.Module, mlp: nn.Module, dropout: float) -> None:
         super().__init__()
         self.norm1, self.norm2 = norms[:2]
-        self.attn, self.mlp = attn, mlp
+        self.attn, self.mlp, self.uses_once = attn, mlp, not isinstance(mlp, MixtureOfExperts)
         self.attn_norm: nn.Module | None = norms[2] if norms[2:] else None
         self.mlp_norm: nn.Module | None = norms[3] if norms[2:] else None
         self.drop = nn.Dropout(dropout)

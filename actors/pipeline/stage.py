@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal
@@ -30,6 +30,7 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
+from raypar.actors.models.init.cast import cast_gradients
 from raypar.actors.models.init.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.pipeline.offloaded_activations import OffloadedActivations
@@ -418,6 +419,7 @@ class Stage:
         """Compute the second half of ``backward``: the gradients that ``backward_input`` left for later."""
         if (step, microbatch) in self._deferred:
             self._deferred.pop((step, microbatch)).compute(self._linears.memory)
+            self._cast_gradients()
 
     def _forward(self, step: int, microbatch: int, inputs: Values, target: Values) -> Values:
         if self.weights is not None:
@@ -464,6 +466,7 @@ class Stage:
                         deferred.others = tail.backward_input(ordered, self._later)
                     else:
                         tail.backward(ordered)
+                self._cast_gradients()
             except Exception as error:
                 if self.is_alone and not isinstance(error, GroupError):
                     again = partial(self._once_more, step, microbatch, inputs, target, gradients)
@@ -472,6 +475,17 @@ class Stage:
                 raise
         wanted = (value for value in inputs if value.requires_grad)
         return tuple(torch.zeros_like(value) if value.grad is None else value.grad for value in wanted)
+
+    def _cast_gradients(self) -> None:
+        """Cast gradients that are the first ones of their parameters: layer by layer, which frees those in half."""
+        for parameters in self._uncast:
+            cast_gradients(parameters)
+
+    @cached_property
+    def _uncast(self) -> list[list[nn.Parameter]]:
+        """The parameters of each layer whose gradients a backward does not cast."""
+        layers = ([one for one in module.parameters() if one.grad_dtype is None] for module in self.modules)
+        return [layer for layer in layers if layer]
 
     def _once_more(self, step: int, microbatch: int, inputs: Values, target: Values, gradients: Values) -> None:
         """Repeat a forward and its failing backward; layers are called under their names."""

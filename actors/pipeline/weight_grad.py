@@ -29,7 +29,7 @@ from raypar.actors.layers.linear import (
     undisturbed,
 )
 from raypar.actors.models.module_tree import replace_modules
-from raypar.actors.tensors import nbytes
+from raypar.actors.tensors import nbytes, sum_dtype
 
 GradientMemory = dict[Tensor, Callable[[], Tensor]]  # by weight, a function that returns memory for its gradient
 _Versions = tuple[int, int]  # number of writes to each tensor of a use
@@ -335,8 +335,7 @@ def _add(memory: GradientMemory, uses: list[Use], weight: Tensor, bias: Tensor |
             if parameter is None or gradient is None:
                 continue
             if parameter.grad is None:
-                fits = gradient.dtype == parameter.grad_dtype
-                parameter.grad = gradient if fits else gradient.to(parameter.grad_dtype)
+                parameter.grad = gradient.to(sum_dtype(parameter))
             else:
                 parameter.grad.add_(gradient)
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from raypar.actors.models.init.deferred_init import as_kind_of
+from raypar.actors.tensors import sum_dtype
 from raypar.schedules.action import Action, Op
 from raypar.schedules.versions import Versions
 
@@ -115,7 +116,7 @@ def _alias(parameter: nn.Parameter) -> Tensor:
     Writes to one don't count as writes to the other for autograd.
     """
     alias = as_kind_of(parameter, parameter.data)
-    alias.grad_dtype = parameter.grad_dtype
+    alias.grad_dtype = sum_dtype(parameter)
     return alias
 
 

@@ -173,6 +173,7 @@ class StepResult:
         copied: The state of the copies of its snapshots.
         updates: With an asynchronous schedule, the actor's update of each step; losses are those of all steps.
         is_validated: Whether these updates were decided by all stages together, so that norms are those of all.
+        profile: Why the profile of the step is missing, "" if it was written; None if none was asked for.
     """
 
     losses: tuple[float, ...] = ()
@@ -200,6 +201,7 @@ class StepResult:
     metrics: tuple[tuple[tuple[float, float], ...], ...] = ()
     printed: tuple[str, ...] = ()
     communication: float = 0.0
+    profile: str | None = None
 
 
 class Located(NamedTuple):
@@ -209,11 +211,13 @@ class Located(NamedTuple):
         machine: The name of its machine.
         process: Its process.
         last_action: The descriptor in it of the file with its last action (``LastAction``); -1 if there is none.
+        gpu: What torch calls its GPU, and the GPU's identity; "" on a CPU.
     """
 
     machine: str
     process: ProcessIdentity
     last_action: int = -1
+    gpu: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True)

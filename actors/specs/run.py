@@ -176,6 +176,9 @@ class Run:
     overflow_format: Format | None = None
     """the number format whose range counts; None: the one that the run computes in, or fp16 if that is fp32, which says
     whether fp16 would do"""
+    profile: tuple[Count, Count] | None = None
+    """the first and the last step, counted from 1, that torch's profiler records on every actor, as traces in the
+    folder, which raypar trace merges; None: none"""
     unit: Word | None = None
     """what throughput counts: tokens (elements of the targets), or your word for samples, such as images; None: tokens
     of a sequence, else samples"""

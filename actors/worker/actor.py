@@ -218,7 +218,8 @@ class RayparActor:
         step, epoch, copy_within, stream = json.loads(order)
         member = there(self._member)
         with self._refusals.attempt(begins=member.context.label):
-            result = worker_in(member).run("train", step, epoch, stream) if stream else member.run("train", step, epoch)
+            take = partial(worker_in(member).run, stream=stream) if stream else member.run
+            result = member.profiler.take(step, max(1, stream), partial(take, "train", step, epoch))
             copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
             return replace(result, copied=copied, printed=self.printed())
 
@@ -413,15 +414,17 @@ class RayparActor:
 
     def located(self) -> Located:
         """Return where this actor is."""
-        return Located(socket.gethostname(), own_identity(), self._last_action.share())
+        gpu = ("", "") if self._member is None else self._member.context.device.gpu
+        return Located(socket.gethostname(), own_identity(), self._last_action.share(), gpu)
 
-    def now(self) -> float:
-        """Return the time of this machine's clock, in seconds."""
-        return time.perf_counter()
+    def now(self) -> tuple[float, float]:
+        """Return the times of this machine's clock and of its time of day, in seconds."""
+        return time.perf_counter(), time.time()
 
-    def set_clock(self, offset: float) -> None:
-        """Add so many seconds to this machine's clock wherever times are reported; see ``ComputeDevice``."""
-        there(self._member).context.device.clock_offset = offset
+    def set_clock(self, offset: float, wall: float) -> None:
+        """Add so many seconds to this machine's clocks wherever times are reported; see ``ComputeDevice``."""
+        device = there(self._member).context.device
+        device.clock_offset, device.wall_offset = offset, wall
 
     def abort(self) -> None:
         """Abort all communication under way, and take no step after the present one."""

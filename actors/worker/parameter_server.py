@@ -23,7 +23,7 @@ from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.build.updates import buckets_of, updater_of
 from raypar.actors.worker.fault_injection import FaultInjector
-from raypar.actors.worker.probe import Probe
+from raypar.actors.worker.probe import Probe, profiler_of
 from raypar.actors.worker.state import WorkerState
 from raypar.schedules.action import STEP, Action
 
@@ -47,6 +47,7 @@ class Server:
         probe: Its inspection.
         faults: Faults that are injected on purpose.
         last_action: Notes its actions, for after its death.
+        profiler: Records the steps that the run asks for.
 
     Raises:
         UnequalReplicasError: A replica has built other weights from the same plan.
@@ -65,7 +66,7 @@ class Server:
         self.probe = Probe(context, self.state)
         self._step = self.probe.step
         self._epoch = 0  # number of steps refused for non-finite gradients
-        self.faults, self.last_action = FaultInjector(), LastAction()
+        self.faults, self.last_action, self.profiler = FaultInjector(), LastAction(), profiler_of(context)
         self._group = groups[f"ps{index}"]
         self._buckets = buckets_of(plan, part, own)
         self._counts_votes = index == 0 and train.placement[-1] == context.pp  # see Reducer.total
@@ -115,7 +116,8 @@ class Server:
             if step.notes is not None:
                 self.state.remember(step.notes)
             try:
-                step.updates.append(self.state.take(step.number, ballot))
+                with self.profiler.named(action):
+                    step.updates.append(self.state.take(step.number, ballot))
             except NonFiniteError:
                 self._publish()  # unchanged weights, because the replicas wait for some
                 raise

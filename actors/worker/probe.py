@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from raypar.actors.data_parallel.reducer import Reducer
 from raypar.actors.inspect.activations import OutputWatch, Sight, Spot
+from raypar.actors.inspect.profile import StepProfiler
 from raypar.actors.inspect.recording import Tape
 from raypar.actors.inspect.step import ActorContents, ComputedValue, Look
 from raypar.actors.machine.high_water import HighWater
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Kind, Progress, Span
 from raypar.actors.specs.types import KEPT
-from raypar.actors.tensors import nbytes
+from raypar.actors.tensors import nbytes, sum_dtype
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.state import WorkerState
@@ -192,7 +193,7 @@ class Probe:
 
     def most(self) -> dict[Kind, int]:
         """Return the largest bytes by kind within the latest training step, in which every weight has a gradient."""
-        gradients = sum(p.numel() * (p.grad_dtype or p.dtype).itemsize for p in self._unreduced())
+        gradients = sum(p.numel() * sum_dtype(p).itemsize for p in self._unreduced())
         if self.reducer is not None:
             gradients += self.reducer.num_bytes
         whole: dict[Kind, int] = {} if self.state.storage.is_off_device else {"gradients": gradients}
@@ -284,3 +285,9 @@ class Probe:
         stages = self.state.stages.values()
         watches = [stage.listener for stage in stages if isinstance(stage.listener, OutputWatch)]
         return [next((watch.seen[spot] for watch in watches if spot in watch.seen), None) for spot in spots]
+
+
+def profiler_of(context: RankContext) -> StepProfiler:
+    """Return what records the training steps of an actor that its run asks for."""
+    plan = context.plan
+    return StepProfiler(plan.run.profile, plan.profiles, context.label, plan.rank, context.world.size, context.device)

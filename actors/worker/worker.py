@@ -30,7 +30,7 @@ from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
 from raypar.actors.worker.fault_injection import FaultInjector
 from raypar.actors.worker.generation import Generator
-from raypar.actors.worker.probe import Probe
+from raypar.actors.worker.probe import Probe, profiler_of
 from raypar.actors.worker.recheck import Recheck, compare_fixed, compare_if_due, compare_weights
 from raypar.actors.worker.routers import Routers
 from raypar.actors.worker.state import WorkerState
@@ -60,6 +60,7 @@ class Worker:
         generator: Generates text.
         faults: Faults that are injected on purpose.
         last_action: Notes its actions, for after its death.
+        profiler: Records the steps that the run asks for.
         program: The program under way.
 
     Raises:
@@ -84,7 +85,7 @@ class Worker:
         self._routers = Routers(context, part)
         self._epoch = 0  # number of steps refused for non-finite gradients
         self.generator = Generator(context, part, self.probe)
-        self.faults, self.last_action = FaultInjector(), LastAction()
+        self.faults, self.last_action, self.profiler = FaultInjector(), LastAction(), profiler_of(context)
         self._methods: dict[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
@@ -193,7 +194,8 @@ class Worker:
             if step.is_train and not step.further:
                 self.last_action.begin(step.number, action)
                 self.faults.reach(action, step.step_of(action))
-            self._methods[action.op](action)
+            with self.profiler.named(action):
+                self._methods[action.op](action)
         except NonFiniteError:
             self._epoch += 1
             raise

@@ -14,22 +14,26 @@ from raypar.cli.words.arguments import Arguments, CommandOutcome, parse_command
 from raypar.cli.words.output_files import output_file_faults
 from raypar.errors import ConfigError
 from raypar.paths import COMPARISON, REPORT, TRACE
+from raypar.planner.hardware.peak_flops import DeviceName, peak_of
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.figures import History
-from raypar.reporting.html.flops import DeviceName, peak_of
 from raypar.reporting.html.forecast import comparisons
 from raypar.reporting.html.live import EVERY, Live
 from raypar.reporting.html.markup import document
 from raypar.reporting.html.page import page, unread
+from raypar.reporting.profiles import merged_profiles
 from raypar.reporting.run_folder.read import Past, read, salvage
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.drawing.files import write_text
+from raypar.schedules.formatting import steps_in_words
 
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
 Folders = Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN [RUN ...]")]
 Out = Annotated[Path | None, tyro.conf.arg(aliases=("-o",))]
 PORT = 8642
-_TRACE = "Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev."
+_TRACE = """\
+Write the latest measured step of a run as a Chrome trace, for ui.perfetto.dev; of a run with --profile the profiled
+steps, with what torch's profiler has recorded."""
 _REPORT = """\
 Write one HTML file about a run: curves, speed, the latest step and its prediction, memory, messages, settings.
 
@@ -135,6 +139,12 @@ def run_trace(words: Sequence[str]) -> str:
     missing = "a run folder is missing: raypar trace RUN"
     args = parse_command(TraceArgs(Path()), words, "trace", _TRACE, missing)
     past = read(args.folder)
+    merged = merged_profiles(past.folder, past.schedule)
+    if merged.trace is not None:
+        written = _written(args.out or args.folder / TRACE, args.out, json.dumps(merged.trace) + "\n")
+        left_out = [f"left out: {fault}" for fault in merged.faults]
+        return "\n".join([f"{written} (profile of {steps_in_words(merged.steps)})", *left_out])
+    ConfigError.raise_if(f"run folder {str(past.folder)!r}: {fault}" for fault in merged.faults)
     if past.step is None or not past.timelines:
         raise ConfigError([f"run folder {str(past.folder)!r} has no measured step: train one"])
     made = json.dumps(chrome_trace(*past.timelines)) + "\n"

@@ -23,7 +23,7 @@ _PARTS: tuple[Any, ...] = (
     Examples("2"),
     Resources(2.0),
 )
-_SEVERAL: tuple[Any, ...] = ({"embed.*": 1.0}, {"embed.*": "0"}, ("embed.*",), (0.5, 0.5))
+_SEVERAL: tuple[Any, ...] = ({"embed.*": 1.0}, {"embed.*": "0"}, ("embed.*",), (0.5, 0.5), (1, 1))
 _FUNCTIONS = ("data.fn", "data.validate", "data.lengths", "data.path")  # if one is wrong, all of data is replaced
 
 

@@ -35,6 +35,7 @@ _WRITTEN = {
     "data": "; rp.Batches(batch) are yours, where def batch(step, microbatch, dp): returns (inputs, targets)",
     "mesh": "; such as rp.Mesh(pp=2)",
     "optim": "; such as rp.AdamW(lr=1e-3)",
+    "profile": "; such as (10, 13)",
     "save_every": "; 0 saves only at the end",
     "schedule": "; such as '1f1b', or raypar.schedules.Schedule.of('mine', rows)",
 }
@@ -183,8 +184,8 @@ def with_programs(examined: Examined) -> tuple[Programs | None, Examined]:
 
 
 def unrecorded(run: Run) -> Run:
-    """Return the run without a folder, checkpoints and trackers."""
-    return replace(run, folder=None, save_every=0, track=())
+    """Return the run without a folder, checkpoints, profiles and trackers."""
+    return replace(run, folder=None, save_every=0, profile=None, track=())
 
 
 def reset_faults(run: Run, device: DeviceKind, resources: Resources | None = None) -> Iterator[str]:

@@ -32,7 +32,7 @@ from raypar.actors.rng import derive
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.results import mean_loss
 from raypar.actors.specs.run import Run
-from raypar.actors.tensors import as_values, cast_floating, dtype_of
+from raypar.actors.tensors import as_values, cast_floating, dtype_of, sum_dtype
 from raypar.errors import ConfigError
 
 
@@ -169,6 +169,9 @@ class _Plain:
         self._balanced = [one for one in self._routed() if isinstance(one, Balanced) and one.is_balanced]
         self._parameters = _named(self.model.names, self.layers, {copy: owner for owner, copy in self.model.ties})
         self._masters = masters_of(run.precision, DeviceStorage(self._device.device), self.layers, self._parameters)
+        for parameter in self._parameters.values():
+            if parameter.grad_dtype is None:  # here each gradient is cast before it is added
+                parameter.grad_dtype = sum_dtype(parameter)
         self._optimizer = build_optimizer(run.optim, self._masters.parameters)
         self._scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
         m, num_dp = run.microbatches, run.mesh.dp

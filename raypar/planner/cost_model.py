@@ -111,6 +111,21 @@ def costs_with_halving(run: Run, num_stages: int) -> Costs:
     return replace(costs, of_stage=of_stage)
 
 
+def flops_of_token(model: GPT | Llama, recompute: Recompute) -> tuple[float, float]:
+    """Return the FLOPs of a token in a training step.
+
+    Args:
+        model: The model.
+        recompute: What a backward recomputes.
+
+    Returns:
+        Those that the model needs, a forward and twice as many in the backward; and with what is recomputed.
+    """
+    (work,) = _works(model, 1, "even", recompute)
+    frozen = 0.0 if model.lora is None else work.forward - model.layers * core_cost(model)  # they need no gradients
+    return 3 * work.forward - frozen, 3 * work.forward - frozen + work.again
+
+
 class _Work(NamedTuple):
     """The cost of one microbatch on one stage.
 

@@ -28,7 +28,18 @@ from raypar.schedules.float_sum import float_sum
 log = logging.getLogger("raypar")
 
 _BAR = 16  # columns of the bar
-_DROPPED = ("memory", "bubble", "norm", "bar", "experts", "scale", "speed", "loss", "skipped")  # first what goes first
+_DROPPED = (
+    "memory",
+    "bubble",
+    "mfu",
+    "norm",
+    "bar",
+    "experts",
+    "scale",
+    "speed",
+    "loss",
+    "skipped",
+)  # first what goes first
 
 
 @contextmanager
@@ -188,6 +199,7 @@ def _named_figures(report: Report, unit: str) -> dict[str, str]:
         "experts": _experts(report),
         "norm": f"grad {_short(report.grad_norm, 3)}",
         "speed": f"{report.per_second(unit):,.0f} {unit}/s",
+        "mfu": report.utilisation,
         "bubble": f"bubble {report.bubble:.0%}",
         "memory": f"{max(report.peak_memory, default=0) / 2**30:.2f} GiB",
     }

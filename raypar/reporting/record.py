@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -139,7 +140,14 @@ class Record:
         return None if self._folder is None else step
 
     def measured(
-        self, step: int, schedule: Schedule, world: World, rows: Sequence[Sequence[Span]], moved: Sequence[Moved]
+        self,
+        step: int,
+        schedule: Schedule,
+        world: World,
+        rows: Sequence[Sequence[Span]],
+        moved: Sequence[Moved],
+        *,
+        profiled: bool = False,
     ) -> None:
         """Record the times of a step and the bytes moved so far.
 
@@ -149,9 +157,13 @@ class Record:
             world: The ranks.
             rows: The spans of every rank, by rank.
             moved: The calls and bytes of every rank so far, by rank.
+            profiled: Whether the step was profiled.
         """
         if self._folder is not None:
-            self._folder.measured(step, timelines_of(schedule, world, rows), ledger_of(world, moved))
+            timelines = timelines_of(schedule, world, rows)
+            self._folder.measured(step, timelines, ledger_of(world, moved))
+            if profiled and (start := min((span.start for row in rows for span in row), default=None)) is not None:
+                self._folder.profiled(step, timelines, start + time.time() - time.perf_counter())
 
     def close(self) -> None:
         """End the record. A second call does nothing."""

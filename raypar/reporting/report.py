@@ -13,6 +13,7 @@ from raypar.actors.specs.data import Examples
 from raypar.actors.specs.results import Kind, Shadowed, Span, StepResult, losses_of, mean_loss
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ELEMENTS, LEARNED, Format
+from raypar.planner.utilisation import Utilisation
 from raypar.reporting.experts import Loads, figures, loads_of, losses_of_layers, shadows_of, totals
 from raypar.reporting.loss_text import loss_text
 from raypar.reporting.overflow import Overflow, joined_overflow
@@ -28,7 +29,15 @@ from raypar.schedules.timeline import Call, Event, Timeline
 Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and bytes
 
 _AT_ONCE = 20e-6  # seconds between two calls, in which nothing else is done
-_TIMES = ("tokens_per_s", "step_ms", "bubble", "communication", "overlap")  # fields that say nothing of a step by hand
+_TIMES = (
+    "tokens_per_s",
+    "step_ms",
+    "bubble",
+    "communication",
+    "overlap",
+    "mfu",
+    "hfu",
+)  # fields that say nothing of a step by hand
 
 
 def unit_of(run: Run) -> str:
@@ -139,6 +148,9 @@ class Report:
             over the microbatches and replicas. ``loss`` is without them.
         loads: Tokens of each expert; None if the model has none.
         shadows: Experts that were shadowed, and the prediction that they were for; empty unless the run asks for it.
+        mfu: Model FLOPs utilisation, 0 to 1: FLOPs that the model needs, of the peak of the GPUs; None if the FLOPs or
+            the peak are not known, as of the user's own layers, and of CPUs.
+        hfu: Hardware FLOPs utilisation: the same, with what is recomputed.
         picture: Draws a step by hand as HTML, which a notebook shows above its figures.
     """
 
@@ -164,6 +176,8 @@ class Report:
     loads: Loads | None = None
     shadows: tuple[Shadowed, ...] = ()
     communication: float = 0.0
+    mfu: float | None = None
+    hfu: float | None = None
     picture: Callable[[], str] | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -188,6 +202,18 @@ class Report:
             line |= {"loads": loads.to_dict(), "max_load": loads.max_load, "dropped": loads.dropped}
         return line | {"aux": self.aux}
 
+    def rated(self, utilisation: Utilisation | None) -> Report:
+        """Return the report with the utilisation of the run's GPUs."""
+        if utilisation is None or self.by_hand:
+            return self
+        seconds = self.step_ms / 1e3
+        return replace(self, mfu=utilisation.mfu(self.samples, seconds), hfu=utilisation.hfu(self.samples, seconds))
+
+    @property
+    def utilisation(self) -> str:
+        """The utilisation as a text: "MFU 41.2%", with recomputation "MFU 41.2%, HFU 54.9%"; "" if it is not known."""
+        return utilisation_text(self.mfu, self.hfu)
+
     def per_second(self, unit: str) -> float:
         """Return how many of a unit, as ``unit_of`` returns it, were consumed in a second."""
         return self.tokens_per_s if unit in ELEMENTS else 1e3 * self.samples / self.step_ms
@@ -202,6 +228,7 @@ class Report:
             f"{unit}/s": f"{self.per_second(unit):,.0f}",
             "time": f"{self.step_ms:,.1f} ms",
             "bubble": f"{self.bubble:.1%}",
+            **({} if self.mfu is None else {"MFU": f"{self.mfu:.1%}"}),
         }
         return {
             "loss": loss_text(self.loss),
@@ -238,7 +265,15 @@ class Report:
             ("time", f"{self.step_ms:,.1f} ms"),
             ("bubble", f"{self.bubble:.1%}"),
             *([("communication within actions", f"{self.communication:.1%}")] if self.communication else []),
+            *([("utilisation", self.utilisation)] if self.utilisation else []),
         ]
+
+
+def utilisation_text(mfu: float | None, hfu: float | None) -> str:
+    """Say how much of the peak of its GPUs a run reaches; without HFU if nothing is recomputed, "" if not known."""
+    if mfu is None or hfu is None:
+        return ""
+    return f"MFU {mfu:.1%}" + (f", HFU {hfu:.1%}" if hfu > mfu else "")
 
 
 def _sizes(sizes: Sequence[int]) -> str:

@@ -44,7 +44,7 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.experts import figures
 from raypar.reporting.forecasting import forecast_and_measured, forecast_of
 from raypar.reporting.loss_text import loss_text, metric_rows
-from raypar.reporting.report import Report, unit_of
+from raypar.reporting.report import Report, unit_of, utilisation_text
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.reporting.screen import PathFigure
 from raypar.schedules.action import Op
@@ -359,6 +359,7 @@ def closing_rows(
         (f"{unit}/s", f"{speed:,.0f} (median)" + _of_all(run, unit, steady)),
         *([] if prediction.source == IN_SLOTS else [("step time", f"{step_time}, {prediction.from_what}")]),
         *([("calibration", forecast.better)] if forecast.better else []),
+        *_utilisation_row(steady),
         ("bubble", f"{bubble:.1%} measured (median), {prediction.bubble}{measured}"),
         ("why they differ", prediction.leaves_out),
         *([("reduction hidden", f"{statistics.median(hidden):.0%} under compute (median)")] if hidden else []),
@@ -367,6 +368,13 @@ def closing_rows(
         ("wall time", f"{wall_seconds:.1f} s from the launch on, of which launch {launch_seconds:.1f} s"),
         *((name, PathFigure(path)) for name, path in files.items() if path is not None),
     ]
+
+
+def _utilisation_row(steady: Sequence[Report]) -> Rows:
+    """Say how much of the peak of its GPUs a run has reached; nothing where that is not known."""
+    used = [(report.mfu, report.hfu) for report in steady if report.mfu is not None and report.hfu is not None]
+    reached = utilisation_text(*map(statistics.median, zip(*used, strict=True))) if used else ""
+    return [("utilisation", f"{reached} (median)")] if reached else []
 
 
 def _of_all(run: Run, unit: str, steady: Sequence[Report]) -> str:

@@ -23,7 +23,7 @@ from tests.bench.trainer import LocalTrainer
 from tests.gpu import fakes
 from tests.gpu.first_hour import nccl_pipeline
 from tests.gpu.first_hour.__main__ import main, parse
-from tests.gpu.first_hour.card import known_name, peak_flops
+from tests.gpu.first_hour.card import peak_flops
 from tests.gpu.first_hour.contestants import record_step
 from tests.gpu.first_hour.findings import Findings, resumed
 from tests.gpu.first_hour.gpu_tests import run_tests
@@ -81,29 +81,6 @@ def test_flops_are_those_of_the_papers():
     weights, scores = 7.5e9, 12 * 32 * 4096 * 2048  # without the embedding, which is looked up; 12 l h s of attention
     assert flops_per_token(llama) == pytest.approx(6 * weights + scores, rel=0.01)
     assert flops_per_token(FULL["llama-8b-lora"].model) == pytest.approx(4 * weights + scores, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("card", "name"),
-    [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA GB200", None),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A10G", "a10"),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L4", "l4"),
-        ("Tesla T4", "t4"),
-        ("Tesla V100-SXM2-16GB", "v100"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("none (CPU)", None),
-    ],
-)
-def test_a_card_is_known_by_what_torch_calls_it(card, name):
-    assert known_name(card) == name
 
 
 def test_a_peak_is_that_of_the_dtype_or_it_is_said_why_there_is_none():

@@ -18,6 +18,7 @@ import torch
 import raypar as rp
 from raypar.checkpoint.hugging_face import export
 from tests.bench.asynchronous import PAIRS
+from tests.bench.block_ops import ACTIONS as BLOCK_ACTIONS
 from tests.bench.bubble_prediction import HEADER
 from tests.bench.chunks import FORMS
 from tests.bench.copy_cost import RUNS as COPIED
@@ -63,6 +64,16 @@ TABLES = {
     "asynchronous": [
         *(f"m=2 {schedule} {{+}} ms a step, {{+}} times as fast as 1f1b" for schedule in PAIRS[2]),
         "others used {} cores",
+    ],
+    "block_ops": [
+        "Ops of one block, of a microbatch",
+        "block of dtype action raypar transformers views: raypar views: transformers",
+        *(
+            f"{model} {dtype} {action} {{+}} {{+}} {{+}} {{+}}"
+            for model in ("Llama", "GPT")
+            for dtype in ("fp32", "bf16")
+            for action in BLOCK_ACTIONS.values()
+        ),
     ],
     "bubble_prediction": [
         "load before: {}",

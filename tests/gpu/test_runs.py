@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import pytest
@@ -9,7 +10,11 @@ import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.inspect.profile_file import plain_trace
 from raypar.parity.verify import relative_error, train_plainly
+from raypar.planner.hardware.data_sheets import DEVICES
+from raypar.planner.hardware.peak_flops import data_sheet_of
+from raypar.reporting.profiles import merged_profiles
 
 MESHES = [rp.Mesh(), rp.Mesh(pp=2), rp.Mesh(dp=2), rp.Mesh(pp=2, dp=2)]
 CPU_CLOSE = 1e-4  # relative: a CPU's kernels add up in another order than a GPU's, and SGD makes no more of it
@@ -93,3 +98,23 @@ def test_an_actor_that_hangs_ends_the_job_at_its_deadline(cluster):
     with rp.launch(run) as job, pytest.raises(rp.JobError):
         job.step()
     assert time.monotonic() - start < 60
+
+
+def test_a_profile_has_the_kernels_of_each_action(cluster, tmp_path):
+    run = tiny(rp.Mesh(), folder=str(tmp_path / "run"), profile=(2, 3))
+    with rp.launch(run) as job:
+        profiled = [report.loss for report in job.train()]
+    with rp.launch(tiny(rp.Mesh())) as job:
+        reports = job.train()
+    assert profiled == [report.loss for report in reports], "the bits are the same"
+    known = data_sheet_of(torch.cuda.get_device_name(0)) in DEVICES
+    assert all((report.mfu is not None) == known for report in reports)
+    trace = json.loads(plain_trace(tmp_path / "run" / "profile" / "pp=0.json.gz"))
+    assert trace["steps"] == [2, 3]
+    kernels = [one for one in trace["traceEvents"] if one.get("cat") == "kernel"]
+    on_gpu = {one["name"] for one in trace["traceEvents"] if one.get("cat") == "gpu_user_annotation"}
+    assert kernels and {"0F0", "0B0", "STEP"} <= on_gpu
+    merged = merged_profiles(tmp_path / "run", job.schedule)
+    pids = {one["pid"] for one in merged.trace["traceEvents"]}
+    assert pids == {0} and merged.faults == (), "its threads and streams are in one process"
+    assert len([one for one in merged.trace["traceEvents"] if one.get("cat") == "kernel"]) == len(kernels)

@@ -29,7 +29,7 @@ from raypar.planner.hardware.data_sheets import DEVICES, LINKS
 from raypar.schedules.catalog import CATALOG
 
 _LONG = 72  # characters of what a flag does
-_NUMBER = re.compile("[NX](\\|.*)?")
+_NUMBER = re.compile("[NX]([|: ].*)?")  # or several of them
 _PARTS: Sequence[dict[str, Any]] = (  # each with other fields
     {},
     {"model": GPT(moe=MoE())},

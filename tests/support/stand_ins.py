@@ -280,10 +280,10 @@ class StandIn:
     def located(self) -> Located:
         return Located(self.key.node, self.identity)
 
-    def now(self) -> float:
-        return time.perf_counter()
+    def now(self) -> tuple[float, float]:
+        return time.perf_counter(), time.time()
 
-    def set_clock(self, offset: float) -> None:
+    def set_clock(self, offset: float, wall: float) -> None:
         pass
 
     def abort(self) -> None:

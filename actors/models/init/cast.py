@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.autograd.torch_private import storage_id
+from raypar.actors.autograd.torch_private import copy_each, storage_id
 from raypar.actors.expert_parallel.router import Router
+from raypar.actors.tensors import sum_dtype
 
 # torch computes them in fp32 for inputs in half precision, if their weights and statistics are in fp32
 _BATCH_NORMS = (
@@ -22,6 +23,19 @@ _BATCH_NORMS = (
 )
 
 
+class UsesOnce:
+    """A module in half precision whose gradients are added into fp32 without a cast of their own.
+
+    torch adds up the gradients of several uses of a parameter in one backward before it adds the sum to those of
+    earlier backwards: in half precision, unless each is cast first. So each parameter may be used once at the most.
+
+    Attributes:
+        uses_once: Whether a forward uses every parameter in the module at most once.
+    """
+
+    uses_once: bool = False
+
+
 @torch.no_grad()
 def cast(layers: Iterable[nn.Module], dtype: torch.dtype, gradients: torch.dtype) -> None:
     """Cast the fp32 parameters and buffers of layers, in place.
@@ -29,6 +43,9 @@ def cast(layers: Iterable[nn.Module], dtype: torch.dtype, gradients: torch.dtype
     What shares memory before shares it afterwards. Batch norms and instance norms stay in fp32. Other norms of torch
     compute in fp32 inside, whatever the dtype of their weights. A router's bias stays in fp32, because its steps are
     smaller than what half precision can add.
+
+    Gradients are cast to the dtype of ``grad`` one by one before they are added to it, but not those of modules that
+    use every parameter once: these come in half precision, the first of which ``cast_gradients`` casts.
 
     Args:
         layers: The layers.
@@ -39,6 +56,8 @@ def cast(layers: Iterable[nn.Module], dtype: torch.dtype, gradients: torch.dtype
     modules = dict.fromkeys(module for layer in layers for module in layer.modules())
     kept = {tensor for module in modules if isinstance(module, _BATCH_NORMS) for tensor in _tensors_of(module)}
     kept |= {buffer for module in modules if isinstance(module, Router) for buffer in module.buffers(recurse=False)}
+    owners = (module for module in modules if isinstance(module, UsesOnce) and module.uses_once)
+    once = {parameter for module in owners for parameter in module.parameters()}
     for tensor in dict.fromkeys(tensor for module in modules for tensor in _tensors_of(module)):
         if tensor.dtype != torch.float32 or tensor in kept:
             continue
@@ -49,7 +68,21 @@ def cast(layers: Iterable[nn.Module], dtype: torch.dtype, gradients: torch.dtype
             memory[key] = flat.to(dtype)
         tensor.data = memory[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if tensor.requires_grad:
-            tensor.grad_dtype = gradients
+            tensor.grad_dtype = None if tensor in once and gradients != dtype else gradients
+
+
+def cast_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Cast gradients that are the first ones of their parameters, and still in half precision, by one op.
+
+    Args:
+        parameters: Parameters with any gradients, or none.
+    """
+    first = [one for one in parameters if one.grad is not None and one.grad.dtype != sum_dtype(one)]
+    gradients = [one.grad for one in first if one.grad is not None]
+    sums = [torch.empty_like(gradient, dtype=sum_dtype(one)) for one, gradient in zip(first, gradients, strict=True)]
+    copy_each(sums, gradients)
+    for one, total in zip(first, sums, strict=True):
+        one.grad = total
 
 
 def _tensors_of(module: nn.Module) -> Iterable[Tensor]:

@@ -27,6 +27,7 @@ class ActorPlan:
         faults: Faults of this actor that are injected on purpose.
         layout: Number of the run's layout, which changes when the run goes on with other ranks.
         is_loaded: Whether all trained weights are replaced before the first step, from a checkpoint, say.
+        profiles: Folder into which actors write the profiles of the steps ``run.profile``; None if it has none.
     """
 
     run: Run
@@ -38,6 +39,7 @@ class ActorPlan:
     faults: tuple[InjectedFault, ...] = ()
     layout: int = 0
     is_loaded: bool = False
+    profiles: str | None = None
 
     @property
     def name(self) -> str:

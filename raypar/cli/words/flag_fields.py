@@ -143,6 +143,11 @@ def is_mapping(kind: Any) -> bool:
     return isinstance(get_origin(kind), type) and issubclass(get_origin(kind), Mapping)
 
 
+def separator(kind: Any) -> str:
+    """Return what separates the items of a tuple of some length: of whole numbers a colon, as in ``10:13``."""
+    return ":" if {*get_args(kind)} == {int} else " "
+
+
 def spelled(path: str) -> str:
     """Return the flag of a field."""
     return f"--{path.replace('_', '-')}"
@@ -159,5 +164,5 @@ def _word(one: Any) -> str:
     if is_mapping(one):
         return f"NAME {_value(items[1])} ..."
     if get_origin(one) is tuple:
-        return f"{_value(items[0])} ..." if Ellipsis in get_args(one) else " ".join(map(_value, items))
+        return f"{_value(items[0])} ..." if Ellipsis in get_args(one) else separator(one).join(map(_value, items))
     return _VALUES.get(one, "TEXT") if isinstance(one, type) else str(one)

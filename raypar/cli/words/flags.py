@@ -12,7 +12,16 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
 from raypar.cli.words.examples import pattern_of
-from raypar.cli.words.flag_fields import aliases, extras, flag_fields, is_mapping, members, spelled, word_alone
+from raypar.cli.words.flag_fields import (
+    aliases,
+    extras,
+    flag_fields,
+    is_mapping,
+    members,
+    separator,
+    spelled,
+    word_alone,
+)
 from raypar.config.fields import FieldFault
 from raypar.config.recipe_tables import RECIPES
 from raypar.config.toml import kind_hint
@@ -153,6 +162,7 @@ def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Fla
             most = len([*takewhile(lambda word: not is_base(word), after)])
         values = [value] if equals else after[:most]
         index += 0 if equals else len(values)
+        values = [item for one in values for item in _items(one, hint)]
         yield _Flag(typed, path, values, hint)
 
 
@@ -169,11 +179,17 @@ def _field_of(kind: type, path: str, hints: Mapping[str, Any]) -> str:
     return on if is_off else path
 
 
+def _items(word: str, hint: Any) -> list[str]:
+    """Return the items of a tuple that are in one word, as 10 and 13 in ``10:13``; else the word."""
+    is_span = any(get_origin(one) is tuple and separator(one) == ":" for one in members(hint))
+    return word.split(":") if is_span else [word]
+
+
 def _most_words(kind: Any) -> int:
     """Return how many words a value of a type takes at most."""
     if get_origin(kind) is tuple:
         items = get_args(kind)
-        return 1 << 30 if Ellipsis in items else len(items)
+        return 1 << 30 if Ellipsis in items else 1 if separator(kind) == ":" else len(items)
     return 1 << 30 if is_mapping(kind) else 1
 
 
@@ -193,12 +209,14 @@ def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
             if str not in kinds or not flag.values:
                 yield f"{flag.typed} has no value: give {choices}"
         elif not any(_fits(flag.values, one) for one in kinds):
-            asked = " ".join(flag.values)
+            asked = next((separator(one) for one in kinds if get_origin(one) is tuple), " ").join(flag.values)
             yield f"{flag.typed} is {asked!r}: it must be {choices}"
 
 
 def _word(kind: Any) -> str:
     """Say what a value of a type is."""
+    if get_origin(kind) is tuple and separator(kind) == ":":
+        return f"{len(get_args(kind))} whole numbers, as 10:13"
     if get_origin(kind) is tuple:
         items = [item for item in get_args(kind) if item is not Ellipsis]
         many = "one or more" if Ellipsis in get_args(kind) else str(len(items))

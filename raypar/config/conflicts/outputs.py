@@ -23,6 +23,8 @@ from raypar.paths import (
     LOG,
     METRICS,
     MOST_METRICS,
+    PROFILED_TIMES,
+    PROFILES,
     REPORT,
     RUN,
     RUN_FILES,
@@ -40,7 +42,10 @@ from raypar.paths import (
 
 _PACKAGES: dict[Tracker, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _UNFINISHED = re.compile(r"\.[0-9a-f]{32}")  # what a WholeFile leaves if its process is killed
-_EVENTS = re.compile(r"events\.out\.tfevents\..*")
+_FOLDERS = {
+    TENSORBOARD: re.compile(r"events\.out\.tfevents\..*"),
+    PROFILES: re.compile(rf".*\.json\.gz|{PROFILED_TIMES}"),
+}
 _SHARDS = re.compile(r"manifest\.json|.*\.safetensors")
 _PLANNED = re.compile(rb"^\S+ INFO actors: \d+", re.MULTILINE)  # in every log, when a launch begins
 _MOST_READ = 1 << 16  # bytes of a log
@@ -106,8 +111,8 @@ def _is_ours(path: Path) -> bool:
             or (saved.name == ".lock" and _is_plain(saved))
             for saved in path.iterdir()
         )
-    if path.name == TENSORBOARD:
-        return _holds_only(path, _EVENTS)
+    if path.name in _FOLDERS:
+        return _holds_only(path, _FOLDERS[path.name])
     known = path.name in (*RUN_FILES, COMPARISON, REPORT, TRACE) or _UNFINISHED.fullmatch(path.name)
     return bool(known) and _is_plain(path)
 
@@ -205,12 +210,12 @@ def _faults(folder: str, resumed: Path | None, overwrite: bool) -> Iterator[str]
 
 def _file_faults(path: Path) -> Iterator[str]:
     """Yield the files of a run in a folder that can't be written or appended to."""
-    for name in (*RUN_FILES, CHECKPOINTS):
+    for name in (*RUN_FILES, CHECKPOINTS, PROFILES):
         there, fix = path / name, "remove it, or give another folder"
         if there.is_symlink():
             yield f"has a symbolic link {name}, and raypar writes through none: {fix}"
-        elif there.exists() and not (there.is_dir() if name == CHECKPOINTS else there.is_file()):
-            yield f"has {name}, which is no {'folder' if name == CHECKPOINTS else 'plain file'}: {fix}"
+        elif there.exists() and not (there.is_file() if name in RUN_FILES else there.is_dir()):
+            yield f"has {name}, which is no {'plain file' if name in RUN_FILES else 'folder'}: {fix}"
         elif name == METRICS and there.exists() and there.stat().st_size > MOST_METRICS:
             yield f"has {name} of more than {MOST_METRICS >> 30} GiB, which a run can't go on from: move it away"
 
@@ -227,5 +232,29 @@ def _folder_faults(examined: Examined) -> Iterator[str]:
         yield from run_folder_faults(folder, examined.resumed, overwrite=examined.overwrite)
 
 
+def _profile_faults(examined: Examined) -> Iterator[str]:
+    """Yield the reasons why the steps that are to be profiled are no steps of the run."""
+    if (steps := examined.run.profile) is None:
+        return
+    (first, last), most = steps, examined.run.steps
+    if first > last:
+        yield f"profile is {steps}, but its first step comes after its last one: give {last}:{first}, ({last}, {first})"
+    if max(steps) > most:
+        fix = f"end with step {most}" if min(steps) <= most else f"profile some of the steps 1 to {most}"
+        yield f"profile is {steps}, but the run has {most} steps: {fix}, or set steps to {max(steps)}"
+
+
 _NO_FOLDER = RunSetting("folder", None, "there is no folder for checkpoints", "give folder")
-OUTPUT_RULES: tuple[RunRule, ...] = (_folder_faults, _track_faults, Conflict(RunSetting("save_every"), _NO_FOLDER))
+_NO_TRACES = RunSetting("folder", None, "there is no folder for the traces", "give folder")
+_PROFILE = RunSetting("profile", lambda steps: steps is not None)
+_TASKS = RunSetting(
+    "executor", "tasks", "with executor 'tasks' each action is a call by itself", "set executor to 'compiled'"
+)
+OUTPUT_RULES: tuple[RunRule, ...] = (
+    _folder_faults,
+    _track_faults,
+    Conflict(RunSetting("save_every"), _NO_FOLDER),
+    _profile_faults,
+    Conflict(_PROFILE, _NO_TRACES),
+    Conflict(_PROFILE, _TASKS),
+)

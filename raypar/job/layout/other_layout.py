@@ -23,7 +23,7 @@ from raypar.schedules.formatting import size
 
 _SAME = (  # fields that must not differ
     *("seed", "model", "data", "optim", "clip", "steps", "micro_batch_size", "loss_scale", "nonfinite"),
-    *("folder", "track", "max_failures", "snapshot_every"),
+    *("folder", "profile", "track", "max_failures", "snapshot_every"),
 )
 _LONGEST = 40  # characters of a value
 _FIX = "job.reset(run, resume=job.save(folder)) changes it"

@@ -23,6 +23,7 @@ from raypar.job.start.clocks import align
 from raypar.job.start.lifetime import HEARD, Lifetime
 from raypar.job.start.loaded_run import Holds, LoadedRun, loaded_on
 from raypar.paths import CHECKPOINTS, absolute
+from raypar.planner.utilisation import Utilisation, utilisation_of
 
 Moved = Callable[[LoadedRun, Holds, Run | None], None]
 """called when the run goes on in another layout, with the loaded run, the shards of its ranks, and the run itself if it
@@ -104,6 +105,7 @@ class ActiveLayout:
         moved: See ``Moved``.
         snapshots: The actors' snapshots.
         processes: By rank, the process of its actor.
+        utilisation: What the run's samples are of the peak of its GPUs; None if that is not known.
         loaded: The run in the layout that it has now.
         layout: That layout.
         layouts: All layouts of the run.
@@ -116,6 +118,7 @@ class ActiveLayout:
     moved: Moved
     snapshots: Snapshots = field(default_factory=Snapshots)
     processes: Sequence[ProcessIdentity] = ()
+    utilisation: Utilisation | None = None
     _generation: int = 0  # how often actors have joined groups
     _number: int = 0  # how often the layout has changed
 
@@ -241,6 +244,7 @@ class ActiveLayout:
         elsewhere = dict(zip(others, nodes_of(bundles[rank] for rank in others), strict=True))
         self.lifetime.witnesses.know({rank: at for rank, at in located.items() if at.process.pid_domain}, elsewhere)
         align(loaded.calls, located)
+        self.utilisation = utilisation_of(loaded.run, [at.gpu for at in located.values()])
         return holds
 
     def begin(self, step: int) -> None:

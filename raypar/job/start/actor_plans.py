@@ -14,6 +14,7 @@ from raypar.actors.specs.worlds import world_of
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.config.absolute_paths import rooted
 from raypar.config.schedule import Programs, only_row
+from raypar.paths import PROFILES, absolute
 
 
 def plans_of(
@@ -43,6 +44,7 @@ def plans_of(
         The plans by rank.
     """
     world = world_of(run)
+    profiles = None if run.profile is None or run.folder is None else str(absolute(run.folder) / PROFILES)
     shared = run_for_actors(run)
     alone = replace(shared, zero=0)  # an expert actor shares its weights with nobody
     own = [
@@ -60,6 +62,7 @@ def plans_of(
             faults=tuple(fault for fault in faults if fault.actor == world.label(rank)),
             layout=layout,
             is_loaded=is_loaded,
+            profiles=profiles,
         )
         for rank in range(world.size)
     ]

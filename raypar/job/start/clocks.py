@@ -37,12 +37,16 @@ def _align(calls: Calls, ranks: Sequence[int]) -> None:
     """Make the actors of one machine report times by the clock of this one."""
     asked = [found for _ in range(_ASKS) if (found := _asked(calls, ranks[0])) is not None]
     if asked:
-        calls.answers(ranks, "set_clock", min(asked)[1], seconds=HEARD)
+        calls.answers(ranks, "set_clock", *min(asked)[1:], seconds=HEARD)
 
 
-def _asked(calls: Calls, rank: int) -> tuple[float, float] | None:
-    """Ask an actor for the time: the wait in seconds, and what to add to its clock to get this one's."""
+def _asked(calls: Calls, rank: int) -> tuple[float, float, float] | None:
+    """Ask an actor for the time: the wait in seconds, and what to add to its clock, and to its time of day, to get
+    those of this machine."""
     before = time.perf_counter()
     there = calls.answers([rank], "now", seconds=HEARD, group="ctl").get(rank)
-    after = time.perf_counter()
-    return None if there is None else (after - before, (before + after) / 2 - there)
+    after, today = time.perf_counter(), time.time()
+    if there is None:
+        return None
+    clock, wall = there
+    return after - before, (before + after) / 2 - clock, today - (after - before) / 2 - wall

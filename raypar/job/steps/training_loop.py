@@ -32,6 +32,7 @@ from raypar.job.steps.steps_ahead import StepsAhead, steps_to_take
 from raypar.job.steps.steps_by_hand import StepsByHand
 from raypar.paths import absolute, checkpoints_in, step_folder_name
 from raypar.reporting.evaluation import Evaluation
+from raypar.reporting.profiles import ProfiledSteps
 from raypar.reporting.record import Record
 from raypar.reporting.report import Report, reports_of
 from raypar.reporting.report_table import Reports
@@ -81,6 +82,7 @@ class TrainingLoop:
         self._stragglers, self._times = Stragglers(loaded.world), StepTimes()
         self._stops = Stops(loaded)
         self._evaluations, self._is_finished = Evaluations(loaded.run), False
+        self._profiled = ProfiledSteps(loaded.run)
 
     def move(self, loaded: LoadedRun, holds: Holds, run: Run | None = None) -> None:
         """Go on in another layout, between two steps, as another run if there is one."""
@@ -88,6 +90,8 @@ class TrainingLoop:
         self.saver.move(loaded.calls, run)
         self._record.move(loaded.run, loaded.schedule, self.next_step, loaded.skeleton, is_other=run is not None)
         self._stragglers, self._stops = Stragglers(loaded.world), Stops(loaded)
+        self._profiled.report()
+        self._profiled = ProfiledSteps(loaded.run)
 
     def leave(self, folder: str | None) -> None:
         """Finish the run if its folder is this one, in which another run is to go on: it has one writer at a time."""
@@ -238,12 +242,16 @@ class TrainingLoop:
         if self.is_averaged:
             raise JobError("the actors compute with averaged weights: do this when generate has returned")
 
-    def keep_times(self) -> None:
-        """Write the latest step's times to the run's folder in the background, if the actors can still be called."""
+    def keep_times(self, *, profiled: bool = False) -> None:
+        """Write the latest step's times to the run's folder in the background, if the actors can still be called.
+
+        Args:
+            profiled: Whether to keep them beside the profile of the step as well.
+        """
         if (step := self._record.unmeasured()) is not None:
             with suppress(JobError):
                 self.demand_ready()
-                keep = partial(self._record.measured, step, self.loaded.schedule, self.loaded.world)
+                keep = partial(self._record.measured, step, self.loaded.schedule, self.loaded.world, profiled=profiled)
                 self.saver.ask(("events", "ledger"), keep)
 
     def close(self, hurried: bool = False) -> None:
@@ -251,6 +259,7 @@ class TrainingLoop:
         try:
             self.saver.close(hurried=hurried)
         finally:
+            self._profiled.report()
             self._record.close()
 
     # --- the steps ---
@@ -311,6 +320,8 @@ class TrainingLoop:
         if (is_due or lacks_copies) and self._num_ahead:
             return self._ahead, self.next_step + self._num_ahead  # the actors complete what they have
         stop = self._evaluations.next_due(self.next_step, last)
+        if not self.loaded.schedule.stream:  # else no step is ahead, and a stream is one call
+            stop = self._profiled.next_due(self.next_step, stop)
         return self._ahead, min(stop, self.saver.next_due(self.next_step, last))
 
     def _handing(self, most: int) -> StepsAhead:
@@ -339,7 +350,8 @@ class TrainingLoop:
     def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> list[Report]:
         """Count the steps that every actor has reported now: one, or those that overlap. Record their reports."""
         watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.layers)
-        reports = reports_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
+        found = reports_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
+        reports = [report.rated(self._starter.active.utilisation) for report in found]
         if not by_hand:
             self._stragglers.warn(reports[-1].steps_taken, [result.busy for result in results])
         self._starter.learn(results, seconds)
@@ -349,6 +361,8 @@ class TrainingLoop:
             self.next_step += 1
             self.last = report
             self._record.write(report)
+        if self._profiled.note([report.steps_taken for report in reports], results, self.loaded.world):
+            self.keep_times(profiled=True)
         return reports
 
     # --- failures, signals, rewinds ---

@@ -86,7 +86,7 @@ def most_kept(run: Run, model: GPT | Llama, timeline: Timeline, *, apart: bool =
 def _tables(run: Run, model: GPT | Llama) -> int:
     """Return the bytes of tables that an actor's blocks share: angles of rotary positions, or biases of ALiBi."""
     if model.positions == "rope":
-        return _FP32 * model.seq * model.head_size
+        return 2 * _FP32 * model.seq * model.head_size
     biases = model.heads * model.seq**2 if model.positions == "alibi" else 0
     return _element(run) * biases // run.mesh.tensor_ranks
 

@@ -68,18 +68,28 @@ def reasons(ranking: Ranking, space: Space) -> Iterator[str]:
         space: What there was to choose from.
     """
     best = ranking.best[0]
+    meshes = {one.family for one in ranking.best[1:]}  # the table has the best of these
+    found = [one for one in (*ranking.all, *ranking.near) if one.family not in meshes]
     for name, value in best.choices.items():
-        others = [one for one in (*ranking.all, *ranking.near) if one.choices[name] != value]
+        others = [one for one in (*ranking.best, *found) if one.choices[name] != value]
         if not others:
             yield f"{name} {value}: {_alone(name, best, space)}"
             continue
-        other = min(others, key=lambda one: one.step.seconds)
-        in_table = [one for one in ranking.best if one.choices[name] != value]
-        if name not in _AXES:  # of an axis the table has the best; another choice may be better on the mesh it is for
-            in_table = [one for one in in_table if one.family == other.family]
-        other = in_table[0] if in_table else other
-        text = against(other, best, simulated=bool(in_table) or other.simulated is not None)
+        if name in _AXES:  # of an axis the table has the best; another choice may be better on the mesh it is for
+            others = [one for one in ranking.best if one.choices[name] != value] or others
+        other = min(others, key=lambda one: _longer(one, best, simulated=_is_simulated(one, ranking)))
+        text = against(other, best, simulated=_is_simulated(other, ranking))
         yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {text}"
+
+
+def _is_simulated(one: Candidate, ranking: Ranking) -> bool:
+    """Return whether a candidate is compared by the seconds of the table, and not in closed form."""
+    return one.simulated is not None or any(one is shown for shown in ranking.best)
+
+
+def _longer(one: Candidate, best: Candidate, *, simulated: bool) -> float:
+    """Return how much longer a step takes than that of the best candidate, as a share of that."""
+    return one.seconds / best.seconds - 1 if simulated else one.step.seconds / best.step.seconds - 1
 
 
 def _alone(name: str, best: Candidate, space: Space) -> str:
@@ -111,7 +121,7 @@ def against(other: Candidate, best: Candidate, *, simulated: bool = False) -> st
 
     Parts are in closed form. They explain a simulated difference only where they are about as far apart.
     """
-    whole = other.seconds / best.seconds - 1 if simulated else other.step.seconds / best.step.seconds - 1
+    whole = _longer(other, best, simulated=simulated)
     apart = other.seconds - best.seconds if simulated else other.step.seconds - best.step.seconds
     more = {name: seconds - best.step.shares[name] for name, seconds in other.step.shares.items()}
     worst = max(more, key=more.__getitem__)

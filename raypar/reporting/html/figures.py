@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate, zip_longest
 from typing import Any
 
+from pydantic import ValidationError
+
+from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.models.partition import transformer_costs
+from raypar.actors.specs.model import GPT, Llama, RopeScaling
+from raypar.actors.specs.moe import MoE
 from raypar.actors.specs.types import ELEMENTS, LEARNED, TOKENS, names_cross_entropy
-from raypar.reporting.html.flops import actors_of, flops_per_token
 from raypar.reporting.loss_text import loss_text, metric_rows
+from raypar.reporting.run_folder.damage import reader_of
 from raypar.reporting.run_folder.failure_line import effective_share
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.float_sum import float_sum
@@ -20,6 +26,7 @@ from raypar.schedules.formatting import amount, duration, percentage, size
 
 Points = list[tuple[float, float]]
 _NO_PART = ("offloaded", "cache")  # memory that is not in the peak of a step
+_KINDS: dict[str, Any] = {"gpt": GPT, "llama": Llama}
 _AXIS = 1000  # most points of an axis, between which a page interpolates
 
 
@@ -256,3 +263,42 @@ def significant(value: float) -> str:
 
 def _ordered(lines: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
     return [lines[step] for step in sorted(lines)]
+
+
+def flops_per_token(config: dict[str, Any]) -> float | None:
+    """Return the FLOPs of one token of a training step: a forward, and twice as many in its backward.
+
+    What is recomputed does not count (Chowdhery et al. 2022, appendix B).
+
+    Args:
+        config: The configuration of a run, as plain tables.
+
+    Returns:
+        The FLOPs; None for the user's own layers, whose FLOPs are not known.
+    """
+    table = config.get("model", {})
+    kind = _KINDS.get(str(table.get("kind", "gpt")))
+    if kind is None or "layers" not in table:
+        return None
+    try:
+        model = reader_of(kind).validate_python(_known(kind, table))
+        return 3.0 * float_sum(transformer_costs(model))
+    except (ValidationError, ArithmeticError):
+        return None
+
+
+def actors_of(config: dict[str, Any]) -> int | None:
+    """Return the number of actors of a run that compute; None if its mesh can't be read."""
+    try:
+        mesh: Mesh = reader_of(Mesh).validate_python(_known(Mesh, config.get("mesh", {})))
+        return mesh.actors
+    except (ValidationError, ValueError):
+        return None
+
+
+def _known(kind: type[Any], table: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that this version of raypar knows. An older one may have had others."""
+    names = {one.name for one in fields(kind)}
+    tables = {"moe": MoE, "rope_scaling": RopeScaling}
+    inner = {name: _known(of, table[name]) for name, of in tables.items() if isinstance(table.get(name), dict)}
+    return {name: None if value == "none" else value for name, value in (table | inner).items() if name in names}

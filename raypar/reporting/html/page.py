@@ -29,6 +29,7 @@ from raypar.reporting.html.markup import (
     note,
     section,
 )
+from raypar.reporting.report import utilisation_text
 from raypar.reporting.run_folder.read import Past
 from raypar.schedules.formatting import amount, duration, percentage, size
 
@@ -100,6 +101,15 @@ def utilisation(history: History, marks: Sequence[Mark], peak: float | None) -> 
         f"Median of an actor: {rate(middle(flops))}. Only what the model needs counts: a forward, and twice as much in "
         "the backward; nothing that is recomputed."
     )
+    own, again = history.points("mfu"), history.points("hfu")
+    if peak is None and own:
+        lines = [ChartLine("model FLOPs", own)]
+        if again != own:
+            lines.append(ChartLine("with what is recomputed", again, "two", dashes=1))
+        said = utilisation_text(middle(own), middle(again))
+        drawn = line_chart(lines, percentage, zero=True, marks=marks)
+        why = f"Medians of the peak of the run's GPUs, by their data sheets: {said}."
+        return section("FLOPs utilisation", drawn, note(f"{text} {why}"))
     if peak is None:
         why = "Utilisation is left out: the peak of the device is not known. raypar report --peak gives it, in FLOP/s."
         drawn = _curve(history, "FLOP/s", flops, amount, marks)

@@ -89,6 +89,8 @@ class StepLine:
     in_flight: Numbers
     peak_memory: Numbers
     communication: Figure | None = None
+    mfu: Figure | None = None
+    hfu: Figure | None = None
     memory: dict[str, Numbers] | None = None
     samples: Number | None = None
     loss_scale: Figure | None = None

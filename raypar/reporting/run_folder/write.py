@@ -23,6 +23,8 @@ from raypar.paths import (
     LOG,
     METRICS,
     MOST_METRICS,
+    PROFILED_TIMES,
+    PROFILES,
     PROVENANCE,
     RUN,
     SCHEDULE,
@@ -164,15 +166,31 @@ class Folder:
             timelines: Its timelines.
             ledger: The calls, bytes and seconds by actor name and (axis, op).
         """
-        rows = [{"actions": rows_of(timeline)} for timeline in timelines]
         moved = {
             actor: {f"{axis} {op}": [entry.calls, entry.bytes, entry.seconds] for (axis, op), entry in table.items()}
             for actor, table in ledger.items()
         }
 
         with self._warned_once():
-            _write(self._path / TIMELINE, json.dumps({"step": step, "steps_taken": step + 1, "timelines": rows}))
+            _write(self._path / TIMELINE, json.dumps(_measured(step, timelines)))
             _write(self._path / LEDGER, json.dumps(moved))
+
+    def profiled(self, step: int, timelines: Sequence[Timeline], wall: float) -> None:
+        """Add the times of a step that was profiled to the folder of the profiles.
+
+        Args:
+            step: The step, counted from 0.
+            timelines: Its timelines.
+            wall: The time of day at which they start, in seconds since 1970.
+        """
+
+        with self._warned_once():
+            (self._path / PROFILES).mkdir(exist_ok=True)
+            lines = Lines(self._path / PROFILES / PROFILED_TIMES)
+            try:
+                lines.add(json.dumps({**_measured(step, timelines), "wall": wall}) + "\n")
+            finally:
+                lines.close()
 
     def close(self) -> None:
         """Close the files and release the lock."""
@@ -216,6 +234,12 @@ def metrics_until(path: Path, step: int) -> str:
             if plain.get("step") < step + ("val_loss" in plain):  # an evaluation's step counts the steps before it
                 lines.append(line + "\n")
     return "".join(lines)
+
+
+def _measured(step: int, timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Return the times of a step as plain data."""
+    rows = [{"actions": rows_of(timeline)} for timeline in timelines]
+    return {"step": step, "steps_taken": step + 1, "timelines": rows}
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -69,6 +70,37 @@ def test_rope_turns_pairs_so_that_a_product_depends_on_the_distance_only():
         1j * 7 * 100.0 ** (-torch.arange(4) / 4)
     )
     torch.testing.assert_close(turned_q[7], torch.cat((turned.real, turned.imag)))
+
+
+def by_halves(x):
+    """What ``turn`` computes, from the two halves of the vectors."""
+    angles = torch.arange(x.shape[2], dtype=torch.float64)[:, None] * speeds(x.shape[3], 100.0)
+    one, other = x.float().chunk(2, dim=-1)
+    cos, sin = angles.cos().float(), angles.sin().float()
+    return torch.cat((one * cos - other * sin, other * cos + one * sin), dim=-1).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("by_token", [True, False])
+def test_vectors_and_gradients_are_turned_with_the_bits_of_the_halves_formula(by_token, dtype):
+    rope, generator = Rope(12, 8, 100.0), torch.Generator().manual_seed(0)
+    x, gradient = torch.randn(2, 2, 9, 3, 8, generator=generator).to(dtype).transpose(2, 3)
+    x, gradient = (one if by_token else one.contiguous() for one in (x, gradient))
+    found = []
+    for turn in (partial(rope.turn, tokens=Pieces()), by_halves):
+        leaf = x.detach().requires_grad_()
+        turned = turn(leaf)
+        found.append((turned.detach(), *torch.autograd.grad(turned, leaf, gradient)))
+    for one, wanted in zip(*found, strict=True):
+        assert torch.equal(one, wanted)
+        assert one.dtype == dtype
+    assert found[0][0].stride() == found[1][0].stride(), "products of other layouts have other bits"
+    assert found[0][1].transpose(1, 2).is_contiguous(), "the projections read all heads of a token"
+
+
+def test_gradients_of_gradients_are_turned_too():
+    x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x: Rope(3, 4, 100.0).turn(x.sin(), Pieces()), x)
 
 
 def test_in_float64_every_formula_has_all_its_digits():

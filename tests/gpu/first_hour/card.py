@@ -3,50 +3,25 @@
 from __future__ import annotations
 
 import platform
-import re
 import shutil
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from raypar.planner.hardware.data_sheets import DEVICES
-from raypar.reporting.html.flops import DeviceName, peak_of
+from raypar.planner.hardware.peak_flops import data_sheet_of, peak_of_gpu
 
 NO_CARD = "none (CPU)"
-# What torch calls a card -> its name in raypar's tables of peaks; the first that is found counts.
-_NAMES: tuple[tuple[str, DeviceName], ...] = (
-    (r"\bH100 PCIe", "h100-pcie"),
-    (r"\bH100 (?!NVL)|\bH100$", "h100"),  # the NVL's peak is another, and GH200 and GB200 are other cards, too
-    (r"\bH200\b", "h200"),
-    (r"\bB200\b", "b200"),
-    (r"A100", "a100"),
-    (r"L40S", "l40s"),
-    (r"L4\b", "l4"),
-    (r"A10\b|A10G", "a10"),
-    (r"V100", "v100"),
-    (r"Tesla T4|\bT4\b", "t4"),
-    (r"RTX 4090\b", "rtx4090"),
-)
-
-
-def known_name(card: str) -> DeviceName | None:
-    """Return a card's name in raypar's tables of peaks; None if they lack it."""
-    return next((name for pattern, name in _NAMES if re.search(pattern, card)), None)
 
 
 def peak_flops(card: str, dtype: str) -> tuple[float | None, str]:
     """Return the peak FLOP/s of a card in a dtype; None, and why, where it is not known."""
     if card in ("", NO_CARD):
         return None, "MFU: it needs a GPU"
-    name = known_name(card)
-    if name is None:
-        return None, f"MFU: raypar's tables have no peak of {card}"
-    if dtype != "fp32":
-        return peak_of(name), ""
-    if name not in DEVICES:
-        return None, f"MFU: raypar's tables have no fp32 peak of {card}"
-    return DEVICES[name].full, ""
+    peak = peak_of_gpu(card, dtype)
+    if peak is None:
+        return None, f"MFU: raypar's tables have no {'fp32 ' * (data_sheet_of(card) is not None)}peak of {card}"
+    return peak, ""
 
 
 def memory_in_use() -> tuple[float, float] | None:

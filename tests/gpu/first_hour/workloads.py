@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import raypar as rp
-from raypar.actors.models.partition import core_cost, transformer_costs
 from raypar.actors.specs.precision import DType
+from raypar.planner.cost_model import flops_of_token
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,5 @@ def tokens_of(run: rp.Run) -> int:
 
 
 def flops_per_token(model: rp.GPT | rp.Llama) -> float:
-    """Return the FLOPs of a token in a training step, without what is computed again.
-
-    A backward takes twice a forward: gradients of inputs and of weights. Frozen weights, all but the adapters, have
-    none, which leaves the attention's core at twice and the products at once. What adapters add is not counted.
-    """
-    forward = sum(transformer_costs(model))
-    if model.lora is None:
-        return 3.0 * forward
-    return 2.0 * forward + model.layers * core_cost(model)
+    """Return the FLOPs of a token in a training step, without what is computed again. Adapters' own do not count."""
+    return flops_of_token(model, "none")[0]

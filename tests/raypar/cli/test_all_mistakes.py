@@ -175,6 +175,10 @@ def test_a_model_of_hugging_face_is_no_recipe(said):
         (["--ema", "x"], "--ema is 'x': it must be a number or none"),
         (["--recompute", "x"], "--recompute is 'x': it must be one or more of none or selective or full"),
         (["--optim.betas", "0.5"], "--optim.betas is '0.5': it must be 2 numbers"),
+        (["--profile", "3"], "--profile is '3': it must be 2 whole numbers, as 10:13 or none"),
+        (["--profile", "3:x"], "--profile is '3:x': it must be 2 whole numbers, as 10:13 or none"),
+        (["--profile", "0:3"], "--profile: profile.0 is 0: it must be at least 1"),
+        (["--profile=3:2"], "its first step comes after its last one: give 2:3, (2, 3)"),
         (["--track", "wandb", "foo"], "it must be one or more of tensorboard or wandb or mlflow or ray"),
         (["--optim.kind", "sdg"], "optim.kind is 'sdg': use 'adamw' or 'sgd' or 'muon'"),
         (
@@ -251,6 +255,7 @@ def test_items_and_short_flags_are_named_too():
 def test_all_kinds_of_flags_are_read(said):
     words = "--clip none --mesh.shard none --optim.betas 0.5 0.6 --split 4 4 --optim.rates embed.* 0.5 --model.no-tied"
     more = "--no-sequence-parallel --precision=bf16 --model.kind llama --optim.lr=1e-2 --data.val_path stdlib --dry-run"
+    words += " --profile 2:3"
     code, out, err = said("train", "gpt-tiny", *words.split(), *more.split())
     assert code == 0, err
     assert "ok: this run can start" in out

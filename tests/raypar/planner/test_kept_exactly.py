@@ -72,6 +72,6 @@ def test_what_a_block_keeps_is_counted_within_half_a_percent(run):
     model = run.model
     stage, x, _ = block_of(replace(model, layers=1), run.micro_batch_size, recompute=run.recompute[:1])
     said = stage_activations(run, model, range(1, 2), model.layers).kept
-    angles = 4 * model.seq * model.head_size if model.positions == "rope" else 0  # all blocks share them
+    angles = 8 * model.seq * model.head_size if model.positions == "rope" else 0  # all blocks share them
     with threads(1):
         assert said + angles == pytest.approx(4 * kept(stage, x), rel=NEAR)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from raypar.actors.specs.run import Run
+from raypar.planner.utilisation import Utilisation
 from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.progress import display
 from raypar.reporting.report import Report
@@ -35,6 +36,16 @@ def test_a_line_has_what_one_wants_to_know(lines):
         "step  1/42  loss 2.5359  grad 0.123  2,503 tokens/s  bubble 15%  0.54 GiB  0:01:02 left",
         "after step 1: validation loss 2.5000, perplexity 12.18",
     ]
+
+
+def test_a_line_has_the_utilisation_where_it_is_known(lines):
+    seen = replace(REPORT, samples=3).rated(Utilisation(0.2, 0.25))
+    assert (seen.mfu, seen.hfu) == (pytest.approx(0.4), pytest.approx(0.5)), "of 3 samples in 1.5 s"
+    assert "  2,503 tokens/s  MFU 40.0%, HFU 50.0%  bubble 15%  " in lines(42, seen)[0]
+    assert "  MFU 40.0%  bubble" in lines(42, replace(seen, hfu=seen.mfu))[0], "nothing is recomputed"
+    assert "MFU 40.0%" in repr(seen) and "MFU 40.0%, HFU 50.0%" in seen._repr_html_()
+    assert seen.to_dict()["mfu"] == seen.mfu and replace(seen, by_hand=True).to_dict()["mfu"] is None
+    assert REPORT.rated(None) is REPORT and REPORT.to_dict()["mfu"] is None
 
 
 def test_throughput_is_in_the_users_unit(caplog):

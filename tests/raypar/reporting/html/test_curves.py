@@ -21,8 +21,7 @@ from raypar.reporting.evaluation import Evaluation
 from raypar.reporting.html.charts import ChartLine, Mark, line_chart
 from raypar.reporting.html.compare import comparison
 from raypar.reporting.html.events import happenings
-from raypar.reporting.html.figures import History, exp, rate, significant, smoothed
-from raypar.reporting.html.flops import actors_of, flops_per_token
+from raypar.reporting.html.figures import History, actors_of, exp, flops_per_token, rate, significant, smoothed
 from raypar.reporting.html.page import page, titled
 from raypar.reporting.report import Report
 from raypar.reporting.run_folder.read import Past, read
@@ -152,6 +151,12 @@ def test_utilisation_is_told_where_the_peak_is_known_and_else_why_not():
     flops = History.of(past()).model_flops()[0][1]
     assert "step 1: utilisation 50%" in Reader(page(past(), peak=2 * flops)).tips
     assert "the FLOPs of the user's own layers are not known" in texts(page(own()))
+    measured = [line | {"mfu": 0.4, "hfu": 0.5} for line in past().metrics]
+    shown = page(past(metrics=measured))
+    assert "of the run's GPUs, by their data sheets: MFU 40.0%, HFU 50.0%." in texts(shown)
+    assert "step 1: model FLOPs 40%, with what is recomputed 50%" in Reader(shown).tips
+    assert "Utilisation is left out" not in texts(shown)
+    assert "step 1: utilisation 50%" in Reader(page(past(metrics=measured), peak=2 * flops)).tips, "--peak counts"
     assert [rate(value) for value in (0, 12, 1.5e12)] == ["0 FLOP/s", "12 FLOP/s", "1.5 TFLOP/s"]
 
 
