@@ -23,7 +23,7 @@ import torch
 
 import raypar as rp
 from raypar.actors.data.text.text_sources import source_files
-from raypar.actors.not_yet import WHERE
+from raypar.config.conflicts.experts import NOT_YET
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
 from raypar.reporting.summary import plan_rows
@@ -341,7 +341,7 @@ def test_what_fits_and_what_is_refused_is_what_a_check_says():
 def test_what_is_not_there_yet_is_refused_in_the_words_of_the_table_with_its_place():
     table = (ROOT / "docs/what_fits.md").read_text()
     rows = re.findall(r"^\| (.+) \| refused: `(Run\([^`]*\))`.* \| (?!not planned \|)(.+) \|$", table, re.MULTILINE)
-    assert {what: where.strip("`") for what, _, where in rows} == dict(WHERE)
+    assert {what: where.strip("`") for what, _, where in rows} == dict(NOT_YET)
     for what, run, where in rows:
         (fault,) = rp.faults(eval(run, {"rp": rp, "Run": rp.Run}))
         assert f"raypar has no {what} yet ({where.strip('`')})" in fault
@@ -354,7 +354,7 @@ def test_the_readme_and_the_table_of_the_docs_name_the_same_gaps():
     readme = (ROOT / "README.md").read_text().partition("| does not fit yet")[2].partition("\n\n")[0]
     cells = [line.split("|")[2] for line in readme.splitlines()[2:]]
     named = [item.partition(" (")[0].strip() for cell in cells for item in cell.split(";")]
-    assert len(named) == 5
+    assert len(named) == 4
     for name in named:
         assert any(part.startswith(name) for part in missing), name
 

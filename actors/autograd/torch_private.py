@@ -101,7 +101,8 @@ def as_no_view(tensor: Tensor) -> Tensor:
     Args:
         tensor: A tensor of any shape and dtype. It must be the only one that refers to its memory.
     """
-    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if tensor._is_view() else tensor
+    may_be_view = torch.compiler.is_compiling() or tensor._is_view()  # torch's compiler can't trace the question
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape) if may_be_view else tensor
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -121,7 +121,7 @@ class Sharder:
         learning = {name: one.detach() for name, one in weights.items() if one.requires_grad and name not in self.same}
         updated = {name: self._updated(name, weight) for name, weight in learning.items()}
         del weights, learning  # so that the cast frees the memory of the others
-        cast(modules, dtype_of(self.precision.compute), dtype_of(self.precision.reduce))
+        cast(modules, dtype_of(self.precision.layers), dtype_of(self.precision.reduce))
         return {name: weight for name, weight in updated.items() if weight is not None}
 
     def _updated(self, name: str, weight: Tensor) -> Tensor | None:

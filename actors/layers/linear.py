@@ -117,9 +117,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if not (undisturbed(input) and suits_onednn(input, self.weight)):
             return super().forward(input)
-        out: Tensor
-        (out,) = LinearProduct.apply(ONEDNN, anywhere, input, self.weight, self.bias)  # type: ignore[no-untyped-call]
-        return out
+        return linear_product(ONEDNN, input, self.weight, self.bias)
 
 
 def linear_of(kind: LinearKind) -> type[nn.Linear]:
@@ -127,9 +125,33 @@ def linear_of(kind: LinearKind) -> type[nn.Linear]:
     return Linear if kind == "onednn" or (kind == "auto" and not of_intel()) else nn.Linear
 
 
+class ProductsLinear(nn.Linear):
+    """A linear layer that says which products it uses.
+
+    Attributes:
+        products: Its matrix products.
+    """
+
+    products: Products
+
+
 def products_of(layer: nn.Linear) -> Products:
     """Return the products that a layer uses."""
-    return ONEDNN if isinstance(layer, Linear) else TORCH
+    return ONEDNN if isinstance(layer, Linear) else products_of_part(layer)
+
+
+def products_of_part(layer: nn.Linear) -> Products:
+    """Return the products that a part of a layer uses, of which other actors have the rest: never oneDNN's."""
+    return layer.products if isinstance(layer, ProductsLinear) else TORCH
+
+
+def linear_product(products: Products, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply x (..., in) by a weight (out, in) and add a bias (out,), with gradients: (..., out)."""
+    if products is TORCH:
+        return F.linear(x, weight, bias)
+    out: Tensor
+    (out,) = LinearProduct.apply(products, anywhere, x, weight, bias)  # type: ignore[no-untyped-call]
+    return out
 
 
 class LinearProduct(torch.autograd.Function):

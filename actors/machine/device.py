@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from raypar.actors.specs.precision import FP8_CAPABILITY
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.types import DeviceKind
 from raypar.actors.tensors import Values
@@ -130,6 +131,9 @@ class ComputeDevice:
         """Move values from the host to this device."""
         return values
 
+    def demand_fp8(self) -> None:
+        """Raise ValueError if this is a GPU that does not multiply numbers in fp8."""
+
     def settle(self, modules: Iterable[nn.Module]) -> None:
         """Move modules from the host to this device, in place."""
 
@@ -202,6 +206,14 @@ class Cuda(ComputeDevice):
 
     def to(self, values: Values) -> Values:
         return tuple([value if value.device == self.device else self._moved(value) for value in values])
+
+    def demand_fp8(self) -> None:
+        if torch.cuda.get_device_capability(self.device) < FP8_CAPABILITY:
+            kind = torch.cuda.get_device_name(self.device)
+            raise ValueError(
+                f"precision.compute is 'fp8', which this GPU, {kind}, does not multiply: set it to 'bf16', or "
+                "resources.accelerator_type to H100, say"
+            )
 
     def settle(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from raypar.actors.layers.fp8 import Fp8Linear
 from raypar.actors.models.base import Model
 from raypar.actors.models.init.unregistered import borrowed
 from raypar.actors.models.own.user_layers import LayersModel
 from raypar.actors.models.transformer import TransformerModel
 from raypar.actors.specs.model import GPT, Layers, Llama
+from raypar.actors.specs.precision import Compute
 
 
-def build_model(spec: GPT | Llama | Layers, seed: int) -> Model:
+def build_model(spec: GPT | Llama | Layers, seed: int, compute: Compute = "fp32") -> Model:
     """Build a model without weights.
 
     Args:
         spec: Description of the model.
         seed: The run's seed, for a user's function that draws random numbers while it builds the layers.
+        compute: What the layers will compute in. In fp8 the linear layers of blocks are others.
     """
-    return LayersModel(spec, seed) if isinstance(spec, Layers) else TransformerModel(spec)
+    if isinstance(spec, Layers):
+        return LayersModel(spec, seed)
+    return TransformerModel(spec, Fp8Linear if compute == "fp8" else None)
 
 
 def first_learning(model: Model, parts: Sequence[Sequence[int]]) -> int:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from raypar.actors.layers.adapter import adapter_of, applied, fanned
-from raypar.actors.layers.linear import SharedInputLinears, linear_of
+from raypar.actors.layers.linear import SharedInputLinears
 from raypar.actors.specs.model import GPT, Gate, Gelu, Llama
 
 _ACTIVATIONS: Mapping[Gate | Gelu, Callable[[Tensor], Tensor]] = {
@@ -32,12 +32,13 @@ class MLP(nn.Module):
 
     Args:
         spec: The model.
+        kind: The class of its linear layers.
         width: Width F.
     """
 
-    def __init__(self, spec: GPT | Llama, width: int) -> None:
+    def __init__(self, spec: GPT | Llama, kind: type[nn.Linear], width: int) -> None:
         super().__init__()
-        linear, hidden = partial(linear_of(spec.linear), bias=spec.has_biases), spec.hidden
+        linear, hidden = partial(kind, bias=spec.has_biases), spec.hidden
         self.gate = linear(hidden, width) if spec.is_gated else None
         self.up, self.down = linear(hidden, width), linear(width, hidden)
         self.gate_lora = None if self.gate is None else adapter_of(spec, self.gate, "gate")

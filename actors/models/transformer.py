@@ -196,8 +196,9 @@ class TransformerModel(Model):
     slices: TokenSlices
     labels: Labels
 
-    def __init__(self, spec: GPT | Llama) -> None:
+    def __init__(self, spec: GPT | Llama, linear: type[nn.Linear] | None = None) -> None:
         self.spec = spec
+        self._linear = linear or linear_of(spec.linear)
         self.names = ("embed", *(f"blocks.{i}" for i in range(spec.layers)), "head")
         self.body = range(1, spec.layers + 1)
         self.costs = transformer_costs(spec)
@@ -307,13 +308,15 @@ class TransformerModel(Model):
             return Head(spec, self.norm(), self.labels)
         block = index - self.body.start
         window = spec.window_of(block)
-        attn = Attention(spec, encoding, scratch, window=window, documents=self.documents, slices=self.slices)
+        attn = Attention(
+            spec, encoding, scratch, self._linear, window=window, documents=self.documents, slices=self.slices
+        )
         norms = [self.norm() for _ in range(spec.norms)]
         return DecoderBlock(norms, attn, self._mlp_or_experts(block), spec.dropout)
 
     def _mlp_or_experts(self, block: int) -> nn.Module:
         """Build what comes after the attention of a block: its MLP, or its experts."""
-        num_experts, mlp = self.spec.num_experts(block), partial(MLP, self.spec)
+        num_experts, mlp = self.spec.num_experts(block), partial(MLP, self.spec, self._linear)
         if not num_experts:
             return mlp(self.spec.mlp_width)
         return MixtureOfExperts(self.spec, num_experts, mlp, self.documents, self._joint, block)

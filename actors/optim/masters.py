@@ -139,7 +139,7 @@ def masters_of(
     """
     initial = {name: p.detach() if name not in parts else _span(parts[name], p, precision) for name, p in own.items()}
     if precision.is_half:
-        cast(layers, dtype_of(precision.compute), dtype_of(precision.reduce))
+        cast(layers, dtype_of(precision.layers), dtype_of(precision.reduce))
     masters = {
         name: nn.Parameter(storage.moved(_in_master_dtype(weight, precision)))
         if name in parts

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from raypar.actors.autograd.apply_function import apply_function
 from raypar.actors.autograd.later_half import LaterHalf
 from raypar.actors.autograd.torch_private import has_gradient_hooks, has_saved_tensor_hooks, num_writes
+from raypar.actors.layers.fp8 import Fp8Linear
 from raypar.actors.layers.linear import (
     Linear,
     LinearProduct,
@@ -92,11 +93,11 @@ class Linears:
     """The linear layers in some modules, and replacements of them.
 
     The replacements defer the gradients of their weights (``halve``), or compute the first gradient of a step in given
-    memory (``make_in``). Only plain ``nn.Linear`` and ``Linear`` layers are replaced, none with ``shared`` parameters,
-    and none in modules that stay ``whole``. A replacement computes as the original layer if tensors are not saved as
-    usual (torch's checkpointing), are cast (autocast), complex or not contiguous, if its bias is computed, and in
-    forward-mode differentiation. The gradients have the bits of a backward that is not split: the same products, added
-    up in the same order.
+    memory (``make_in``). Only plain ``nn.Linear``, ``Linear`` and ``Fp8Linear`` layers are replaced, none with
+    ``shared`` parameters, and none in modules that stay ``whole``. A replacement computes as the original layer if
+    tensors are not saved as usual (torch's checkpointing), are cast (autocast), complex or not contiguous, if its bias
+    is computed, and in forward-mode differentiation. The gradients have the bits of a backward that is not split: the
+    same products, added up in the same order.
 
     Args:
         modules: The modules to search.
@@ -116,7 +117,7 @@ class Linears:
         self._root = nn.ModuleList(modules)
         parts = [part for module in self._root if module not in whole for part in module.modules()]
         own = [part for part in parts if not any(p in shared for p in part.parameters(recurse=False))]
-        self._layers = [part for part in own if isinstance(part, nn.Linear) and type(part) in (nn.Linear, Linear)]
+        self._layers = [part for part in own if isinstance(part, nn.Linear) and type(part) in _REPLACEMENTS]
         self._fans = [part for part in parts if type(part) is SharedInputLinears]
         self._postponable = [part for part in own if isinstance(part, Postponable)]
         self._halves = False
@@ -134,7 +135,7 @@ class Linears:
     def take_over(self, least: int = 0) -> None:
         """Replace the layers whose weights have at least ``least`` bytes, and the modules that call several of them."""
         replacements: dict[nn.Module, nn.Module] = {
-            layer: _deferred(layer, self)
+            layer: _REPLACEMENTS[type(layer)](layer, self)
             for layer in self._layers
             if not isinstance(layer, DeferredLinear) and nbytes(layer.weight) >= least
         }
@@ -250,6 +251,10 @@ class DeferredOneDnnLinear(DeferredLinear, Linear):
     """A replacement of a ``Linear``, which uses oneDNN's products."""
 
 
+class DeferredFp8Linear(DeferredLinear, Fp8Linear):
+    """A replacement of an ``Fp8Linear``, whose products are in fp8."""
+
+
 class DeferredFan(SharedInputLinears):
     """A replacement of ``SharedInputLinears``, whose layers may have been replaced.
 
@@ -274,8 +279,11 @@ class DeferredFan(SharedInputLinears):
         )
 
 
-def _deferred(layer: nn.Linear, linears: Linears) -> DeferredLinear:
-    return DeferredOneDnnLinear(layer, linears) if isinstance(layer, Linear) else DeferredLinear(layer, linears)
+_REPLACEMENTS: Mapping[type[nn.Module], type[DeferredLinear]] = {
+    nn.Linear: DeferredLinear,
+    Linear: DeferredOneDnnLinear,
+    Fp8Linear: DeferredFp8Linear,
+}
 
 
 class _Halved(torch.autograd.Function):

@@ -12,8 +12,14 @@ from raypar.actors.bounds import Count
 from raypar.actors.known_fields import known_fields
 
 DType = Literal["fp32", "bf16", "fp16"]
+Compute = Literal[DType, "fp8"]
 Nonfinite = Literal["stop", "skip", "rewind"]  # what becomes of a step whose loss or gradients are not finite
 
+FP8_CAPABILITY = 8, 9  # compute capability of the first GPUs that multiply fp8
+FP8_MULTIPLE = 16  # of which GPUs multiply matrices of fp8 in both dims of a weight
+WITHOUT_FP8 = frozenset(  # GPUs before compute capability 8.9, by Ray's names
+    ("K80", "P4", "P100", "V100", "T4", "A10", "A10G", "A30", "A40", "A100", "A100-40G", "A100-80G")
+)
 FP16_MAX = 65504.0
 FP16_SMALLEST = 2.0**-24  # of the numbers above 0, with gradual underflow
 
@@ -26,17 +32,23 @@ class Precision:
     Softmax, norms and losses are computed in fp32 whatever the dtype of the layers.
     """
 
-    compute: DType = "fp32"
-    """dtype of the layers' weights, of what they compute, and of what goes between stages"""
+    compute: Compute = "fp32"
+    """dtype of the layers' weights, of what they compute, and of what goes between stages; fp8: as bf16, but the
+    products of linear layers in blocks and of their gradients' inputs are in fp8 (E4M3), with a scale for each row"""
     reduce: DType = "fp32"
     """dtype in which gradients are added up, over microbatches and over replicas"""
     master: DType = "fp32"
     """dtype of the weights that the optimizer updates, of its states and of checkpoints"""
 
     @property
+    def layers(self) -> DType:
+        """The dtype of the layers' weights and of what goes between them."""
+        return "bf16" if self.compute == "fp8" else self.compute
+
+    @property
     def is_mixed(self) -> bool:
         """Whether the optimizer's weights are other tensors than the layers'."""
-        return self.compute != self.master
+        return self.layers != self.master
 
     @property
     def is_half(self) -> bool:
@@ -48,14 +60,14 @@ class Precision:
         if not self.is_half and self.master != "fp32":
             fix = f"set precision.compute to {self.master!r} too"
             yield f"precision.master is {self.master!r}, but layers compute in fp32: {fix}"
-        elif self.master not in ("fp32", self.compute):
+        elif self.master not in ("fp32", self.layers):
             what = f"precision.master is {self.master!r}, precision.compute {self.compute!r}"
             yield f"{what}: set precision.master to 'fp32'"
-        if self.reduce not in ("fp32", self.compute):
-            fix = " or ".join(map(repr, dict.fromkeys(("fp32", self.compute))))
+        if self.reduce not in ("fp32", self.layers):
+            fix = " or ".join(map(repr, dict.fromkeys(("fp32", self.layers))))
             what = f"precision.reduce is {self.reduce!r}, precision.compute {self.compute!r}"
             yield f"{what}: set precision.reduce to {fix}"
-        elif self.is_half and self.master == self.compute and self.reduce != self.master:
+        elif self.is_half and self.master == self.layers and self.reduce != self.master:
             fix = f"set precision.reduce to {self.master!r} too, or precision.master to 'fp32'"
             yield f"precision.master is {self.master!r}, but gradients are added up in {self.reduce}: {fix}"
 

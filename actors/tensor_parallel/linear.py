@@ -17,12 +17,23 @@ from raypar.actors.autograd.torch_private import demand_later
 from raypar.actors.collective.autograd import Move, all_gathered, begin_sum
 from raypar.actors.collective.group import Group
 from raypar.actors.layers.adapter import SummedLinear
-from raypar.actors.layers.linear import TORCH, Pair, Postponable, Postponer, SharedInputLinears, Use
+from raypar.actors.layers.linear import (
+    TORCH,
+    Pair,
+    Postponable,
+    Postponer,
+    Products,
+    ProductsLinear,
+    SharedInputLinears,
+    Use,
+    linear_product,
+    products_of_part,
+)
 from raypar.actors.sharding import Pieces, Shard, Sharding
 from raypar.actors.tensor_parallel.plan_guard import mark
 
 
-class PostponableLinear(nn.Linear, Postponable):
+class PostponableLinear(ProductsLinear, Postponable):
     """A linear layer of which a member has a part, and whose weight gradients may be deferred.
 
     Args:
@@ -34,6 +45,7 @@ class PostponableLinear(nn.Linear, Postponable):
     def __init__(self, whole: nn.Linear, shard: Shard, *, bias: bool = True) -> None:
         outputs, inputs = shard.shape
         super().__init__(inputs, outputs, bias and whole.bias is not None, dtype=whole.weight.dtype)
+        self.products = products_of_part(whole)
 
     def later(self, x: Tensor) -> Postponer | None:
         """Return what defers the gradients of the weights for an input (..., in); None: the backward computes them."""
@@ -51,7 +63,7 @@ class ColumnParallelLinear(PostponableLinear):
         return mark(own_product(self, input, self.bias), divided=True)
 
 
-class SharedLinear(nn.Linear):
+class SharedLinear(ProductsLinear):
     """A replicated linear layer, of which each member computes some outputs: (..., in) -> (..., own outputs).
 
     Several members may compute the same outputs. A member's gradient of the weight is partial.
@@ -63,10 +75,10 @@ class SharedLinear(nn.Linear):
 
     def __init__(self, whole: nn.Linear, span: tuple[int, int]) -> None:
         super().__init__(whole.in_features, whole.out_features, whole.bias is not None, dtype=whole.weight.dtype)
-        self.span = slice(*span)
+        self.span, self.products = slice(*span), products_of_part(whole)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, *own_outputs(self))
+        return linear_product(self.products, x, *own_outputs(self))
 
 
 class RowParallelLinear(PostponableLinear, SummedLinear):
@@ -138,8 +150,8 @@ def own_product(layer: PostponableLinear, x: Tensor, bias: Tensor | None) -> Ten
     """
     later = layer.later(x)
     if later is None:
-        return F.linear(x, layer.weight, bias)
-    (out,) = later.product(TORCH, x, [(layer.weight, bias)])
+        return linear_product(layer.products, x, layer.weight, bias)
+    (out,) = later.product(layer.products, x, [(layer.weight, bias)])
     return out
 
 
@@ -181,7 +193,8 @@ class ColumnParallelFan(SharedInputLinears, Postponable, SelectiveRecompute):
         if later is not None and (any(map(_is_shared, linears)) or not later.wants(x, *linears)):
             later = None
         pairs = [own_outputs(linear) for linear in linears]
-        return column_parallel(x, pairs, self.group, self.dim, again=self.recomputes, later=later)
+        products = [*map(products_of_part, linears)]
+        return column_parallel(x, pairs, self.group, self.dim, products, again=self.recomputes, later=later)
 
 
 def column_parallel(
@@ -189,6 +202,7 @@ def column_parallel(
     layers: Sequence[Pair],
     group: Group,
     dim: int | None,
+    products: Sequence[Products] = (),
     *,
     again: bool = False,
     later: Postponer | None = None,
@@ -203,6 +217,7 @@ def column_parallel(
         layers: The weight (own out, in) and the bias (own out,) of each layer.
         group: The members.
         dim: The dim along which the input is sharded; None if it is replicated.
+        products: The matrix products of each layer; torch's if none are given.
         again: Save only the part of the input, and gather it again in the backward.
         later: Defers the gradients of the weights; None computes them in the backward.
 
@@ -210,7 +225,8 @@ def column_parallel(
         The outputs (B, ..., own out) of each layer.
     """
     seen = [weight for weight, _ in layers] + [bias for _, bias in layers] if later is None else [later.anchor]
-    outs: tuple[Tensor, ...] = _Columns.apply(group, dim, again, later, layers, x, *seen)  # type: ignore[no-untyped-call]
+    with_products = layers, products or [TORCH] * len(layers)
+    outs: tuple[Tensor, ...] = _Columns.apply(group, dim, again, later, with_products, x, *seen)  # type: ignore[no-untyped-call]
     return outs
 
 
@@ -228,23 +244,27 @@ class _Columns(torch.autograd.Function):
         dim: int | None,
         again: bool,
         later: Postponer | None,
-        layers: Sequence[Pair],
+        with_products: tuple[Sequence[Pair], Sequence[Products]],
         x: Tensor,
         *seen: Any,
     ) -> tuple[Tensor, ...]:
+        layers, ctx.products = with_products
         whole = x if dim is None else all_gathered(group, dim, x)
         ctx.group, ctx.dim, ctx.again = group, dim, again and dim is not None
         ctx.later, ctx.layers = later, layers  # hooks of saved tensors return other objects
         ctx.save_for_backward(x if ctx.again else whole, *(weight for weight, _ in layers))
-        return tuple([F.linear(whole, weight, bias) for weight, bias in layers])
+        return tuple([of.linear(whole, *pair) for of, pair in zip(ctx.products, layers, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         kept, *weights = ctx.saved_tensors
         rows = [gradient.flatten(0, -2) for gradient in gradients]
-        total = rows[0] @ weights[0]
-        for gradient, weight in zip(rows[1:], weights[1:], strict=True):
-            total.addmm_(gradient, weight)
+        total = ctx.products[0].inner(rows[0], weights[0])
+        for products, gradient, weight in zip(ctx.products[1:], rows[1:], weights[1:], strict=True):
+            if products is TORCH:
+                total.addmm_(gradient, weight)
+            else:
+                total.add_(products.inner(gradient, weight))
         handle, summed = begin_sum(ctx.group, total.view(*gradients[0].shape[:-1], -1), ctx.dim)
         whole = all_gathered(ctx.group, ctx.dim, kept) if ctx.again else kept
         inputs, wanted = whole.flatten(0, -2), ctx.needs_input_grad[6:]

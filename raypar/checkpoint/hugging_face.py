@@ -120,7 +120,7 @@ def export(
     plain: Mapping[str, Any] = found.manifest.run
     run, model, kind = demand_exportable(plain, path)
     ConfigError.raise_if(f"export: {fault}" for fault in base_faults(run, found))
-    chosen = dtype or run.precision.compute
+    chosen = dtype or run.precision.layers
     if model is None:
         config = (their_config(plain) or {}) | {"dtype": _NAMES[chosen]}
     else:

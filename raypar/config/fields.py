@@ -12,7 +12,6 @@ from functools import cache
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from raypar.actors.not_yet import not_yet_hint
 from raypar.errors import ConfigError
 from raypar.schedules.schedule import Schedule
 
@@ -225,7 +224,6 @@ def _faults_of_field(errors: list[ErrorDetails], path: str, *, mapping: bool) ->
         asks_for = {error["type"] for error in group}
         examples = (of_field.get(path) for kind, of_field in _EXAMPLES.items() if kind in asks_for)
         text += next((f", such as {example}" for example in examples if example), "")
-        text += not_yet_hint(group[0]["input"])
         yield FieldFault(path if mapping else f"{path}{inner}", text, of_type)
 
 

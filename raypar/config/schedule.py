@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 
-from raypar.actors.not_yet import not_yet_hint
 from raypar.actors.specs.types import SEND_WINDOW, Backward, ProgramName
 from raypar.errors import ConfigError
 from raypar.schedules.action import Op
 from raypar.schedules.catalog import build, entry_of
 from raypar.schedules.checking.counterexample import Generate, demand_sound
-from raypar.schedules.generators.entry import Entry
 from raypar.schedules.passes.first_steps import first_steps
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward, gather_weights
 from raypar.schedules.passes.lower import Order, lower
@@ -298,7 +296,7 @@ def load(
         return Loaded(_with_replicas(schedule, replicas))
     path = Path(schedule)
     if path.suffix != ".csv":
-        schedule_entry(schedule)
+        entry_of(schedule)
         if ranks * microbatches * (chunks or 1) * (steps or 1) > most_cells:
             sizes = f"{ranks} ranks x {microbatches} microbatches x {chunks or 1} chunks"
             sizes += f" x {steps} steps" if steps else ""
@@ -321,21 +319,6 @@ def load(
         raise ScheduleError(f"schedule file {schedule!r} is not a CSV text ({error}): write one with to_csv") from error
 
 
-def schedule_entry(word: str) -> Entry:
-    """Return the catalog's entry of a word.
-
-    Args:
-        word: A name, or code that generates a schedule (``my.py:zigzag``).
-
-    Raises:
-        ScheduleError: There is no such schedule, perhaps not yet, which the text says; or the code fails.
-    """
-    try:
-        return entry_of(word)
-    except ScheduleError as error:
-        raise ScheduleError(str(error) + not_yet_hint(word)) from error
-
-
 def _with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
     """Return a schedule with these replicas, unless it has replicas already."""
     return replicate(schedule, replicas) if any(count > 1 for count in replicas) and not schedule.replicas else schedule
@@ -343,14 +326,14 @@ def _with_replicas(schedule: Schedule, replicas: Sequence[int]) -> Schedule:
 
 def takes_costs(schedule: str | Schedule) -> bool:
     """Return whether a right schedule depends on how long actions last."""
-    return isinstance(schedule, str) and Path(schedule).suffix != ".csv" and schedule_entry(schedule).takes_costs
+    return isinstance(schedule, str) and Path(schedule).suffix != ".csv" and entry_of(schedule).takes_costs
 
 
 def schedule_faults(schedule: str | Schedule) -> list[str]:
     """Return the faults of a run's ``schedule`` that do not depend on the (perhaps wrong) sizes of the run."""
     try:
         if isinstance(schedule, str) and Path(schedule).suffix != ".csv":
-            schedule_entry(schedule)
+            entry_of(schedule)
         else:
             load(schedule, 1, 1, None)
     except ScheduleError as error:

@@ -11,6 +11,7 @@ from os import PathLike
 
 from raypar.actors.bounds import NotNegative
 from raypar.actors.specs.injected_fault import InjectedFault
+from raypar.actors.specs.precision import WITHOUT_FP8
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.worlds import world_of
 from raypar.checkpoint.find import VerifiedCheckpoint
@@ -119,9 +120,9 @@ def launch_in(
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
         with launching(world.size):
-            actors = start_actors(
-                RayparActor, world, run.device, name, waits, run.spares, seen, group, run.resources, run.shared_gpu
-            )
+            unfit = WITHOUT_FP8 if run.precision.compute == "fp8" else ()
+            asked = run.resources, run.shared_gpu, unfit
+            actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group, *asked)
             undo.callback(actors.end)
             if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
                 log.warning(

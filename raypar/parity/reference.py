@@ -158,7 +158,7 @@ class _Plain:
         self._run, self._device = run, _device_of(run)
         self._order = range(run.microbatches * run.mesh.dp) if order is None else order
         self.forwards, self.addends = tuple[float, ...](), dict[str, float]()
-        self.model = build_model(run.model, run.seed)
+        self.model = build_model(run.model, run.seed, run.precision.compute)
         self.layers = self.model.materialize(range(len(self.model.names)), run.seed)
         self._device.settle(self.layers)
         if exact:
@@ -177,7 +177,7 @@ class _Plain:
         m, num_dp = run.microbatches, run.mesh.dp
         self._source = batch_source(run.data, run.model, run.micro_batch_size, m, num_dp, run.seed)
         if run.precision.is_half:
-            self._source = cast_source(self._source, dtype_of(run.precision.compute))
+            self._source = cast_source(self._source, dtype_of(run.precision.layers))
         self._exact = exact
         if exact:
             self._source = cast_source(self._source, torch.float64, targets=True)

@@ -154,6 +154,11 @@ DIVIDED = Bounds(1e-5, 5e-6, DRIFTED)  # tensor, context and expert parallelism,
 HALF = Bounds(2e-3, 3e-2, 0.25)
 
 
+# Products in fp8, which round to 4 bits what comes 8 bits wide: about three times what layouts were seen to differ by
+# (docs/decisions/numerics.md, 2026-11-30), also those whose rows and scales are whole (cp).
+FP8 = Bounds(5e-3, 0.15, 0.5)
+
+
 ON_GPUS = Bounds(1e-5, 1e-5, 1e-2)  # GPU kernels add in an order that varies from call to call
 
 
@@ -204,8 +209,8 @@ class Verdict:
       step by 5e-6, weights by 1e-3.
     - GPUs, whose kernels add in any order: 1e-5, and 1e-2 for weights.
     - Layers in half precision, where any of these applies: losses 2e-3, norms and gradients 3e-2, weights 0.25 (of
-      a bias that begins at 0 AdamW makes steps whose signs small gradients decide). The plain process computes in the
-      run's precision too.
+      a bias that begins at 0 AdamW makes steps whose signs small gradients decide). With products in fp8: 5e-3, 0.15
+      and 0.5. The plain process computes in the run's precision too.
 
     Outputs that are not contiguous arrive with their order in memory, and gradients with the order of the outputs.
     Where one process would have another order in memory, kernels may add in another order too; there are no bounds for
@@ -415,7 +420,9 @@ def _beside_float64(pair: _Pair, rounding: Rounding) -> Difference:
 def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
     """Choose the bounds that apply to a run."""
     bounds = _in_fp32(run, schedule, tied)
-    return Bounds(*map(max, HALF, bounds)) if run.precision.is_half and bounds != BITWISE else bounds
+    if not run.precision.is_half or bounds == BITWISE:
+        return bounds
+    return Bounds(*map(max, FP8 if run.precision.compute == "fp8" else HALF, bounds))
 
 
 def _in_fp32(run: Run, schedule: Schedule, tied: bool) -> Bounds:

@@ -45,7 +45,7 @@ def utilisation_of(run: Run, gpus: Iterable[tuple[str, str]]) -> Utilisation | N
     """
     if not isinstance(run.model, Transformer):
         return None
-    peaks = [peak_of_gpu(name, run.precision.compute) for name, _ in {*gpus}]
+    peaks = [peak_of_gpu(name, run.precision.layers) for name, _ in {*gpus}]
     if not peaks or None in peaks:
         return None
     whole = float_sum(peak for peak in peaks if peak is not None) / run.model.seq

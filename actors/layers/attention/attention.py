@@ -23,7 +23,7 @@ from raypar.actors.layers.attention.kv_cache import Incremental, KVCache
 from raypar.actors.layers.attention.token_slices import TokenSlices
 from raypar.actors.layers.documents import Documents
 from raypar.actors.layers.dropout import sharded_dropout
-from raypar.actors.layers.linear import SharedInputLinears, linear_of
+from raypar.actors.layers.linear import SharedInputLinears
 from raypar.actors.layers.masks import sliding_window
 from raypar.actors.layers.positions import Alibi, Rope
 from raypar.actors.sharding import Pieces, Sharding
@@ -182,6 +182,7 @@ class Attention(nn.Module, Incremental):
         spec: Settings of the model.
         between: Rotary positions or ALiBi; None for neither.
         scratch: Scratch memory for attention in blocks, shared by the blocks of an actor.
+        linear: The class of its linear layers.
         window: Number of tokens that a token attends to; None for all before it.
         documents: Where the documents of the microbatch begin; None if there is only one.
         slices: The present slice of the microbatch; None if microbatches are not cut.
@@ -196,6 +197,7 @@ class Attention(nn.Module, Incremental):
         spec: Transformer,
         between: Rope | Alibi | None,
         scratch: ScratchAllocator,
+        linear: type[nn.Linear],
         *,
         window: int | None = None,
         documents: Documents | None = None,
@@ -204,7 +206,7 @@ class Attention(nn.Module, Incremental):
         super().__init__()
         self.width, self.tokens, self._slices = spec.head_size, Pieces(), slices or TokenSlices()
         self._rope = between if isinstance(between, Rope) else None
-        linear, kv, biased = linear_of(spec.linear), self.width * spec.num_kv_heads, spec.qkv_bias
+        kv, biased = self.width * spec.num_kv_heads, spec.qkv_bias
         self.q = linear(spec.hidden, self.width * spec.heads, bias=biased)
         self.k, self.v = linear(spec.hidden, kv, bias=biased), linear(spec.hidden, kv, bias=biased)
         self.q_norm = nn.RMSNorm(self.width, eps=spec.norm_eps) if spec.qk_norm else None

@@ -66,6 +66,8 @@ def build_part(
         server: The index of a parameter server among those of its pipeline rank; None for a worker.
     """
     run, world = plan.run, plan.world
+    if run.precision.compute == "fp8":
+        device.demand_fp8()
     model = unweighted_model(run)
     axes = axis_styles(run, groups)
     parallelizer = Parallelizer(model, axes)
@@ -157,7 +159,7 @@ def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
 
 def unweighted_model(run: Run) -> Model:
     """Return the model of a run without weights, with linear layers in tiles if the run has them."""
-    model, patterns = build_model(run.model, run.seed), tile_patterns(run.model, run.tile)
+    model, patterns = build_model(run.model, run.seed, run.precision.compute), tile_patterns(run.model, run.tile)
     return model if all(count == 1 for count in patterns.values()) else tiled_model(model, patterns)
 
 
@@ -167,7 +169,7 @@ def overflow_watch(plan: ActorPlan, model: Model, parallelizer: Parallelizer) ->
         return None
     weights = {name: shard.sharding for name, shard in parallelizer.shards.items()}
     addends = {name: tuple(group.rank for group in groups) for name, groups in parallelizer.partial.items()}
-    watched = format_watched(plan.run.overflow_format, plan.run.precision.compute)
+    watched = format_watched(plan.run.overflow_format, plan.run.precision.layers)
     return OverflowWatch(plan.run.overflow_every, watched, model.names, parallelizer.outputs, weights, addends)
 
 
@@ -261,7 +263,7 @@ def _flow_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Stage
     """Create the flow of batches and values through the stages of a worker or an expert actor."""
     plan, run = context.plan, context.plan.run
     if context.world.is_expert(plan.rank):
-        empty = torch.empty((0, 1), dtype=dtype_of(run.precision.compute))
+        empty = torch.empty((0, 1), dtype=dtype_of(run.precision.layers))
         return StageExchange(context.device.to((empty,)))
     train = plan.programs["train"]
     source = batch_source(run.data, run.model, run.micro_batch_size, train.microbatches_a_step, run.mesh.dp, run.seed)
@@ -272,7 +274,7 @@ def _flow_of(context: RankContext, part: ModelPart, scaler: LossScaler) -> Stage
     if run.mesh.cp > 1:
         source = context_source(source, tokens_of(run.context, run.mesh.cp)[context.cp])
     if run.precision.is_half:
-        source = cast_source(source, dtype_of(run.precision.compute))
+        source = cast_source(source, dtype_of(run.precision.layers))
     if part.model.documents is not None:
 
         def extents(program: ProgramName, step: int, number: int) -> Extents:

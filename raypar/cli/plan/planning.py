@@ -206,7 +206,9 @@ def _planned(
     best = ranking.best[0]
     yield f"{cluster}"
     many = short_count(num_parameters(model))
-    yield f"{many} parameters in {run.precision.compute}, {space.batch:,} sequences of {model.seq:,} tokens a step"
+    timed = " (timed as bf16)" if run.precision.compute == "fp8" else ""
+    amount = f"{space.batch:,} sequences of {model.seq:,} tokens a step"
+    yield f"{many} parameters in {run.precision.compute}{timed}, {amount}"
     yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; {_best_shown(ranking)}:"
     yield from ("", *mesh_table(ranking), "")
     how = "from the calibration" if best.calibrated else "simulated" if best.simulated else "in closed form"

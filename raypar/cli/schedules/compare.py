@@ -16,11 +16,12 @@ from raypar.cli.schedules.gallery import MOST_ACTIONS, timeline_pictures
 from raypar.cli.words.arguments import parse_command
 from raypar.cli.words.output_files import output_file_faults, whole_file
 from raypar.cli.words.schedule_flags import SCHEDULE, CostArgs, SizeArgs, cost_faults, load_sized
-from raypar.config.schedule import Loaded, schedule_entry, takes_costs
+from raypar.config.schedule import Loaded, takes_costs
 from raypar.errors import ConfigError
 from raypar.paths import holds_run
 from raypar.reporting.html.markup import NUMBER, concatenated, document, element, html_table, note, section
 from raypar.schedules.action import SENDS
+from raypar.schedules.catalog import entry_of
 from raypar.schedules.drawing.cells import lines_in_width
 from raypar.schedules.drawing.text import plain
 from raypar.schedules.formatting import aligned
@@ -145,7 +146,7 @@ def compare(words: Sequence[str]) -> str:
 def _side(word: str, args: CompareArgs) -> Side:
     """Load, prove and simulate a schedule. Raises ScheduleError."""
     stages = args.chunks if _takes_chunks(word, args.chunks) else None
-    costs = args.costs(1 / (stages or schedule_entry(word).default_chunks)) if takes_costs(word) else None
+    costs = args.costs(1 / (stages or entry_of(word).default_chunks)) if takes_costs(word) else None
     loaded = _load(word, args, costs)
     schedule = loaded.lowered()
     if args.out is not None and schedule.num_actions > MOST_ACTIONS:
@@ -165,7 +166,7 @@ def _takes_chunks(word: str, chunks: int | None) -> bool:
     """Return whether a number of stages on each rank is the schedule's matter: it can have it, or none can."""
     if chunks is None or Path(word).suffix == ".csv":
         return False
-    sizes = schedule_entry(word).sizes
+    sizes = entry_of(word).sizes
     return chunks < 1 or sizes.min_chunks != sizes.max_chunks or chunks == sizes.max_chunks
 
 

@@ -11,7 +11,6 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from raypar.actors.known_fields import COMMON_NAMES, unknown_faults
-from raypar.actors.not_yet import not_yet_hint
 from raypar.cli.words.examples import pattern_of
 from raypar.cli.words.flag_fields import (
     aliases,
@@ -211,7 +210,7 @@ def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
                 yield f"{flag.typed} has no value: give {choices}"
         elif not any(_fits(flag.values, one) for one in kinds):
             asked = next((separator(one) for one in kinds if get_origin(one) is tuple), " ").join(flag.values)
-            yield f"{flag.typed} is {asked!r}: it must be {choices}{not_yet_hint(asked)}"
+            yield f"{flag.typed} is {asked!r}: it must be {choices}"
 
 
 def _word(kind: Any) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -30,7 +30,7 @@ from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.lifecycle.actors import Actors, driver_id
 from raypar.cluster.lifecycle.claims import Claim, actor_name, claimed
 from raypar.cluster.lifecycle.replacement_actors import ActorBundle
-from raypar.cluster.nodes.nodes import demand_alike, living_nodes
+from raypar.cluster.nodes.nodes import demand_alike, demand_other_accelerators, living_nodes
 from raypar.cluster.placement.devices import ActorResources, demand_build, share_of
 from raypar.cluster.placement.given_group import (
     bundles_of_group,
@@ -103,6 +103,7 @@ def start_actors(
     group: PlacementGroup | None = None,
     resources: Resources = _USUAL_RESOURCES,
     shared_gpu: SharedGpu = "staged",
+    unfit: Collection[str] = (),
 ) -> Actors:
     """Start one actor for each rank of the world, all of them or none, and return them.
 
@@ -119,6 +120,7 @@ def start_actors(
         group: The placement group of the actors; None for that of this task, if it has room, or new ones.
         resources: The resources of each actor besides the GPUs of ``gpu_share``.
         shared_gpu: How actors of one GPU exchange tensors; over NCCL they are all on one node.
+        unfit: The kinds of accelerators that the run can't use, by Ray's names.
 
     Raises:
         ConfigError: If a demanded GPU is missing, or a node lacks what the run needs.
@@ -128,11 +130,7 @@ def start_actors(
     built, count = torch.backends.cuda.is_built(), world.size + spares  # the actors' torch is the same build
     _announce(world, device, count, resources.cpus, built=built)
     with ExitStack() as undo:
-        with _own_sigterm():
-            owns = _connect()
-        if owns:
-            undo.push(_disconnect)
-        grows = waits.nodes > 0
+        owns, grows = _joined(undo), waits.nodes > 0
         nodes = _roomy(world, count, resources.cpus, grows=grows)
         gpus = _num_gpus(nodes, group)
         share = share_of(device, resources, count, gpus, built=built, grows=grows, shared_gpu=shared_gpu)
@@ -143,6 +141,7 @@ def start_actors(
             claim, nodes = _claim(world, nodes, share, strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)
             claim.make()
+        demand_other_accelerators(nodes, unfit if share.device == "cuda" else ())
         demand_alike(nodes, folder)
         if claim is not None:
             claim.wait(max(waits))
@@ -161,6 +160,15 @@ def _announce(world: World, device: DeviceChoice, actors: int, cpus: float, *, b
         raise ConfigError(faults)
     crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
     log.info("starting %d actor%s%s", actors, "s" * (actors != 1), _SHARING if crowds else "", extra=DETAIL)
+
+
+def _joined(undo: ExitStack) -> bool:
+    """Connect to Ray, or start one, which ends with the context. Returns whether it was started."""
+    with _own_sigterm():
+        owns = _connect()
+    if owns:
+        undo.push(_disconnect)
+    return owns
 
 
 def _num_gpus(nodes: Sequence[Node], group: PlacementGroup | None) -> int:

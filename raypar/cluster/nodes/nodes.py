@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 60.0  # a node's first worker process has to start
 _HEAD = "node:__internal_head__"  # a resource of the head's node
+_KIND = "accelerator_type:"  # begins the resource that says the kind of a node's accelerators
 _PACKAGES = ("raypar", "torch", "ray")
 _NO_VERSION = "of no release"  # the version of a package that is not installed from a release
 _SET_UP = 600.0  # seconds within which Ray sets up a runtime environment on a node
@@ -107,6 +108,25 @@ def _answer(call: Any) -> dict[str, Any] | str:
         return dict(ray.get(call))
     except RayError as error:
         return ray_error_reason(error)
+
+
+def demand_other_accelerators(nodes: Sequence[Node], unfit: Collection[str]) -> None:
+    """Refuse nodes whose accelerators a run can't use.
+
+    Args:
+        nodes: The nodes that get actors on GPUs.
+        unfit: The kinds of accelerators that it can't use, by Ray's names.
+
+    Raises:
+        ConfigError: Some nodes have such accelerators; each is named, with what to do.
+    """
+    faults = []
+    for node in nodes:
+        kinds = {name.removeprefix(_KIND) for name in node.total if name.startswith(_KIND)}
+        if wrong := sorted(kinds & set(unfit)):
+            fix = "set resources.accelerator_type to H100, say, or precision.compute to 'bf16'"
+            faults.append(f"node {node} has {wrong[0]} GPUs, which do not multiply fp8: {fix}")
+    ConfigError.raise_if(faults)
 
 
 def demand_alike(nodes: Sequence[Node], folder: Path | None = None) -> None:

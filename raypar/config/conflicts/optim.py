@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from raypar.actors.models.skeleton import Skeleton, with_its_names
 from raypar.actors.optim.groups import Rule, is_matrix, is_named, optimizer_patterns, rule_of
-from raypar.actors.specs.model import Layers, Transformer
+from raypar.actors.specs.model import GPT, Layers, Transformer
 from raypar.actors.specs.optim import Muon
-from raypar.config.conflicts.named_settings import EMA, SERVERS
+from raypar.config.conflicts.named_settings import CONTEXT, EMA, GRID, OWN_LAYERS, SERVERS, TENSOR, TILES
+from raypar.config.conflicts.parallel import multiples_near
 from raypar.config.fields import short_repr
 from raypar.config.rules import Conflict, Examined, RunRule, RunSetting
 
 if TYPE_CHECKING:
     from torch import Tensor
 from raypar.actors.specs.optim import AdamW
-from raypar.actors.specs.precision import FP16_SMALLEST
+from raypar.actors.specs.precision import FP8_MULTIPLE, FP16_SMALLEST, WITHOUT_FP8
 
 
 def _group_faults(examined: Examined) -> Iterator[str]:
@@ -101,7 +103,7 @@ def _eps_faults(examined: Examined) -> Iterator[str]:
     """Yield a fault if the optimizer's states are fp16, in which its eps is 0."""
     run = examined.run
     eps = {AdamW: "eps", Muon: "adamw_eps"}.get(type(run.optim), "")
-    value, is_all_fp16 = getattr(run.optim, eps, 1.0), run.precision.master == run.precision.compute == "fp16"
+    value, is_all_fp16 = getattr(run.optim, eps, 1.0), run.precision.master == run.precision.layers == "fp16"
     if is_all_fp16 and value <= FP16_SMALLEST / 2:
         yield (
             f"optim.{eps} {value:g} is 0 in fp16, so an update could be infinite: set precision.master to fp32, or "
@@ -109,6 +111,47 @@ def _eps_faults(examined: Examined) -> Iterator[str]:
         )
 
 
+def _fp8_size_faults(examined: Examined) -> Iterator[str]:
+    """Yield the sizes of linear layers, on each actor of tp, that products in fp8 do not take."""
+    run, model = examined.run, examined.run.model
+    if run.precision.compute != "fp8" or not isinstance(model, Transformer) or run.mesh.grid is not None:
+        return
+    examined.demand("model", "mesh")
+    if model.hidden % FP8_MULTIPLE:
+        yield _fp8_fault("model.hidden", model.hidden, FP8_MULTIPLE)
+    tp = math.lcm(*run.mesh.rank_tp or (run.mesh.tensor_ranks,))
+    heads = {"heads": model.heads, "kv_heads": model.num_kv_heads}
+    for field, count in heads.items():
+        own = count // tp if count % tp == 0 else 1  # heads of keys and values that tp does not divide are whole
+        if own * model.head_size % FP8_MULTIPLE:
+            what = f"{own} x {model.head_size} outputs of model.{field} on an actor"
+            yield f"precision.compute is 'fp8', which takes multiples of {FP8_MULTIPLE}, but not {what}: {_HEADS}"
+            break
+    each = FP8_MULTIPLE * tp
+    has_mlp = model.moe is None or model.moe.residual or not all(map(model.num_experts, range(model.layers)))
+    if has_mlp and model.mlp_width % each and not (isinstance(model, GPT) and tp == 1 and model.hidden % FP8_MULTIPLE):
+        field, size = ("hidden", model.hidden) if isinstance(model, GPT) else ("ffn", model.mlp_width)
+        yield _fp8_fault(f"model.{field}", size, each)
+    if model.moe is not None and model.moe.width is not None and model.moe.width % each:
+        yield _fp8_fault("model.moe.width", model.moe.width, each)
+
+
+def _fp8_fault(field: str, size: int, each: int) -> str:
+    ways = f" x tp {each // FP8_MULTIPLE}" if each > FP8_MULTIPLE else ""
+    what = f"precision.compute is 'fp8', whose products take multiples of {FP8_MULTIPLE}{ways}, but {field} is {size}"
+    return f"{what}: set it to {multiples_near(size, each)}, or precision.compute to 'bf16'"
+
+
+_HEADS = f"set model.head_width to a multiple of {FP8_MULTIPLE}, or precision.compute to 'bf16'"
+_FP8_EXPERTS = RunSetting(
+    "run",
+    lambda run: run.precision.compute == "fp8" and getattr(run.model, "moe", None) is not None,
+    "model.moe is given, and precision.compute is 'fp8'",
+    "set precision.compute to 'bf16'",
+)
+_ROUTED = "but {other}, whose other roundings in fp8 change which experts tokens choose"
+_FP8 = RunSetting("precision.compute", "fp8", undo="set precision.compute to 'bf16'")
+_OLD_CARDS = RunSetting("resources.accelerator_type", lambda kind: kind in WITHOUT_FP8)
 _HALF = RunSetting("precision.is_half", said="precision.compute is {run.precision.compute!r}")
 _SKIPS = RunSetting(
     "run",
@@ -124,5 +167,12 @@ PRECISION_RULES: tuple[RunRule, ...] = (
     Conflict(_HALF, SERVERS, "but parameter servers hold fp32 weights only", SERVERS.undo),
     Conflict(_SKIPS, SERVERS, "but parameter servers do not skip steps", SERVERS.undo),
     _eps_faults,
+    Conflict(_FP8, OWN_LAYERS, "but raypar does not know which of your own linear layers make logits"),
+    Conflict(_FP8, GRID, "but {other}, whose blocks of matrices are multiplied in bf16"),
+    Conflict(_FP8_EXPERTS, TENSOR, _ROUTED),
+    Conflict(_FP8_EXPERTS, CONTEXT, _ROUTED),
+    Conflict(_FP8, TILES, "but {other}, and tiles are multiplied in bf16"),
+    Conflict(_FP8, _OLD_CARDS, "but {other}, which does not multiply fp8", "take H100, say, or compute in bf16"),
+    _fp8_size_faults,
     Conflict(_REWINDS, _UNSAVED, fix="give folder and save_every"),
 )

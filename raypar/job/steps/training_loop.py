@@ -349,7 +349,7 @@ class TrainingLoop:
 
     def _commit(self, results: list[Any], seconds: float, *, by_hand: bool = False) -> list[Report]:
         """Count the steps that every actor has reported now: one, or those that overlap. Record their reports."""
-        watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.compute)
+        watched = format_watched(self.loaded.run.overflow_format, self.loaded.run.precision.layers)
         found = reports_of(self.next_step, seconds, results, self.loaded.world, by_hand=by_hand, watched=watched)
         reports = [report.rated(self._starter.active.utilisation) for report in found]
         if not by_hand:

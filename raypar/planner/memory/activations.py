@@ -212,7 +212,7 @@ def _deferred(run: Run, model: GPT | Llama, num_experts: int) -> float:
 
 def _element(run: Run) -> int:
     """Return the bytes of an element of what layers compute."""
-    return ELEMENT_BYTES[run.precision.compute]
+    return ELEMENT_BYTES[run.precision.layers]
 
 
 def _part(run: Run) -> float:

@@ -25,7 +25,7 @@ def cache_bytes(run: Run, model: Transformer, schedule: Schedule, rows: Sequence
     """
     tp, heads = run.mesh.tensor_ranks, model.num_kv_heads
     own = heads // tp if heads % tp == 0 else 1
-    token = 2 * own * model.head_size * ELEMENT_BYTES[run.precision.compute]
+    token = 2 * own * model.head_size * ELEMENT_BYTES[run.precision.layers]
     slots = sum(number * positions for number, positions in rows)
     blocks = [len(part) for part in split_layers(run.split, transformer_costs(model), schedule.num_stages)]
     return [token * slots * sum(blocks[stage] for stage in schedule.stages_of(rank)) for rank in range(run.mesh.pp)]

@@ -103,7 +103,7 @@ def element_bytes(run: Run) -> ElementBytes:
     precision = run.precision
     master = ELEMENT_BYTES[precision.master]
     gradient = ELEMENT_BYTES[precision.reduce] if precision.is_half else master
-    return ElementBytes(ELEMENT_BYTES[precision.compute], gradient, master, master if precision.is_mixed else 0)
+    return ElementBytes(ELEMENT_BYTES[precision.layers], gradient, master, master if precision.is_mixed else 0)
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class _Sizes:
         self.ranks = run.mesh.tensor_ranks
         self.tokens = run.micro_batch_size * model.seq / run.mesh.cp
         self.whole = self.tokens / self.ranks if run.sequence_parallel else self.tokens
-        self.element = ELEMENT_BYTES[run.precision.compute]
+        self.element = ELEMENT_BYTES[run.precision.layers]
 
 
 def layer_parts(run: Run, model: GPT | Llama, num_experts: int = 0) -> tuple[LayerOperation, ...]:

@@ -111,7 +111,7 @@ def messages_of(
         order: In what order ranks fill it.
         software: What the program does with its messages.
     """
-    mesh, element = run.mesh, ELEMENT_BYTES[run.precision.compute]
+    mesh, element = run.mesh, ELEMENT_BYTES[run.precision.layers]
     tokens = run.micro_batch_size * model.seq / mesh.cp
     one = element * tokens * model.hidden
     along = {axis: cluster.route(mesh.ways(axis), stride_of(mesh, axis, order)) for axis in order}

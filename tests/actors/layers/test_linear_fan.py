@@ -168,7 +168,7 @@ def test_gradients_of_gradients_are_those_of_the_layers():
 
 def test_attention_in_blocks_makes_its_gradients_side_by_side(counted, monkeypatch):
     monkeypatch.setattr(causal, "of_intel", lambda: False)
-    attention = Attention(GPT(layers=1, hidden=IN, heads=8, seq=S, linear="onednn"), None, ScratchAllocator())
+    attention = Attention(GPT(layers=1, hidden=IN, heads=8, seq=S, linear="onednn"), None, ScratchAllocator(), Linear)
     with threads(1):
         attention(torch.randn(B, S, IN).requires_grad_()).sum().backward()
     assert counted.weights == [(3 * IN, IN), (IN, 3 * IN)]

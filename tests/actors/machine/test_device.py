@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -156,3 +157,12 @@ def test_a_system_that_resets_no_peak_tells_that_of_the_whole_process(monkeypatc
     assert 0.9 * known <= peak.read() < 100 * known  # KiB that were taken for bytes would be far off
     monkeypatch.setattr(places, "_MAXIMUM_UNIT", 1)  # macOS, where the maximum is in bytes
     assert peak.read() == places.resource.getrusage(places.resource.RUSAGE_SELF).ru_maxrss
+
+
+@pytest.mark.parametrize(("capability", "takes"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_that_does_not_multiply_fp8_says_so_by_name(capability, takes, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100")
+    gpu = types.SimpleNamespace(device=torch.device("cuda", 0))
+    with nullcontext() if takes else pytest.raises(ValueError, match="this GPU, NVIDIA A100, does not multiply: set"):
+        Cuda.demand_fp8(gpu)

@@ -166,7 +166,7 @@ def test_a_model_of_hugging_face_is_no_recipe(said):
         (["--hlep"], "--hlep is no flag: did you mean --help?"),
         (["--quux", "3"], "--quux is no flag: see --help for all flags"),
         (["--split", "4", "x"], "--split is '4 x': it must be even or balanced or one or more whole numbers"),
-        (["--precision", "fp8"], "must be fp32 or bf16 or fp16; raypar has no fp8 yet (not planned yet)"),
+        (["--precision", "fp4"], "must be fp32 or bf16 or fp16 or fp8"),
         (["--schedule", "dualpipe"], "--schedule 'dualpipe' is for 2-2 replicas: set mesh.rank_dp to (2, 2)"),
         (["--optim.rates", "head"], "it must be pairs of a text and a number, such as 'head.*' 0.5"),
         (["--tile", "x"], "it must be a whole number or pairs of a text and a whole number, such as 'head.*' 4"),

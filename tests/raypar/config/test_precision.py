@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -19,7 +21,9 @@ from raypar.config.toml import plain_of, run_of
         ({"precision": rp.Precision("bf16", reduce="fp16")}, "precision.reduce is 'fp16'"),
         ({"precision": rp.Precision(master="bf16")}, "set precision.compute to 'bf16' too"),
         ({"precision": rp.Precision("fp16", reduce="fp16", master="fp16")}, "optim.eps 1e-08 is 0 in fp16"),
-        ({"precision": rp.Precision("fp8")}, "precision.compute is 'fp8'"),
+        ({"precision": rp.Precision("fp4")}, "it must be 'fp32', 'bf16', 'fp16' or 'fp8'"),
+        ({"precision": rp.Precision("fp8", master="fp16")}, "set precision.master to 'fp32'"),
+        ({"precision": rp.Precision("fp8", reduce="fp16")}, "set precision.reduce to 'fp32' or 'bf16'"),
         ({"precision": rp.Precision("bf16"), "data_parallel": "parameter_server"}, "parameter servers hold fp32"),
         ({"nonfinite": "skip", "data_parallel": "parameter_server"}, "parameter servers do not skip steps"),
         ({"nonfinite": "rewind"}, "give folder and save_every"),
@@ -30,6 +34,55 @@ from raypar.config.toml import plain_of, run_of
 def test_faults_say_the_fix(fields, said):
     (fault,) = rp.faults(rp.Run(**fields))
     assert said in fault
+
+
+FP8, WIDE = rp.Precision("fp8"), rp.Llama(hidden=256, heads=4, ffn=704)
+OWN = rp.Layers(lambda: [torch.nn.Linear(16, 16)], torch.nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model": OWN, "data": rp.Batches(lambda *_: (torch.ones(1, 16),) * 2)}, "make logits: set"),
+        ({"model": replace(WIDE, ffn=704), "mesh": rp.Mesh(tp="2d:2x2")}, "whose blocks of matrices"),
+        ({"tile": 2}, "tiles are multiplied in bf16"),
+        ({"data_parallel": "parameter_server"}, "parameter servers hold fp32"),
+        ({"resources": rp.Resources(accelerator_type="A100")}, "'A100', which does not multiply fp8: take H100, say"),
+        ({"model": rp.GPT(hidden=264, heads=4, head_width=64)}, "model.hidden is 264: set it to 256 or 272"),
+        ({"model": replace(WIDE, ffn=700)}, "model.ffn is 700: set it to 688 or 704"),
+        ({"model": replace(WIDE, ffn=720), "mesh": rp.Mesh(tp=2)}, "16 x tp 2, but model.ffn is 720: set it to 704 or"),
+        ({"model": rp.Llama(hidden=256, heads=3, head_width=8)}, "not 3 x 8 outputs of model.heads"),
+        ({"model": replace(WIDE, heads=4, head_width=24, kv_heads=1)}, "not 1 x 24 outputs of model.kv_heads"),
+        ({"model": replace(WIDE, moe=rp.MoE(experts=4, width=40))}, "model.moe.width is 40: set it to 32 or 48"),
+        ({"model": replace(WIDE, moe=rp.MoE(experts=4)), "mesh": rp.Mesh(tp=2)}, "change which experts tokens choose"),
+        ({"model": replace(WIDE, moe=rp.MoE(experts=4)), "mesh": rp.Mesh(cp=2)}, "change which experts tokens choose"),
+    ],
+)
+def test_what_fp8_does_not_go_with(fields, said):
+    (fault,) = rp.faults(rp.Run(**({"model": WIDE} | fields), precision=FP8))
+    assert said in fault
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"model": rp.recipe("gpt-tiny").model},
+        {"mesh": rp.Mesh(tp=2), "sequence_parallel": True},
+        {"mesh": rp.Mesh(tp=4), "model": replace(WIDE, kv_heads=2)},
+        {"model": replace(WIDE, moe=rp.MoE(experts=4)), "mesh": rp.Mesh(dp=2, ep=2)},
+        {"resources": rp.Resources(accelerator_type="H100")},
+        {"precision": rp.Precision("fp8", reduce="bf16", master="bf16")},
+    ],
+)
+def test_what_fp8_goes_with(fields):
+    assert rp.faults(rp.Run(**({"model": WIDE, "precision": FP8} | fields))) == []
+
+
+def test_the_faults_of_fp8_come_with_all_others():
+    small = rp.Llama(hidden=40, heads=4, head_width=6, ffn=100)
+    run = rp.Run(model=small, precision=FP8, tile=2, micro_batch_size=0, nonfinite="rewind")
+    assert len(rp.faults(run)) == 6
 
 
 def test_all_faults_come_at_once():

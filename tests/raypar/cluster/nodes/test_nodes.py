@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 import raypar as rp
 from raypar.actors.mesh.world import World
+from raypar.actors.specs.precision import WITHOUT_FP8
 from raypar.cluster.lifecycle import ray_cluster
 from raypar.cluster.nodes import nodes as cluster_nodes
-from raypar.cluster.nodes.nodes import demand_alike, facts_of, living_nodes, versions_collector
+from raypar.cluster.nodes.nodes import (
+    demand_alike,
+    demand_other_accelerators,
+    facts_of,
+    living_nodes,
+    versions_collector,
+)
 from raypar.cluster.placement.devices import ActorResources
 from raypar.cluster.placement.placement import Node
 from raypar.errors import ConfigError, RoomError
@@ -49,6 +57,18 @@ def test_nodes_that_do_not_see_the_runs_folder_are_refused(monkeypatch, tmp_path
     (fault,) = caught.value.faults
     assert fault.startswith(f"node c (10.0.0.1) does not see the folder {str(tmp_path)!r}: give one that all nodes")
     assert not [*tmp_path.iterdir()]
+
+
+def test_nodes_whose_gpus_do_not_multiply_fp8_are_refused_by_name():
+    kinds = {"a": "A100", "b": "H100", "c": "V100"}
+    found = [replace(node(name, 4.0), total={"GPU": 8.0, f"accelerator_type:{kinds[name]}": 1.0}) for name in kinds]
+    with pytest.raises(ConfigError) as caught:
+        demand_other_accelerators([*found, node("d", 4.0)], WITHOUT_FP8)
+    first, second = caught.value.faults
+    assert first.startswith("node a (10.0.0.1) has A100 GPUs, which do not multiply fp8: set resources.accelerator_t")
+    assert second.startswith("node c (10.0.0.1) has V100 GPUs")
+    demand_other_accelerators(found[1:2], WITHOUT_FP8)
+    demand_other_accelerators(found, ())
 
 
 def test_nobody_is_asked_where_all_actors_are_on_the_drivers_node(monkeypatch):
