@@ -394,10 +394,10 @@ MAY_IMPORT = {
         "actors/tensor_parallel"
     ),
     "actors/worker": (
-        "actors actors/checkpoint actors/collective actors/collective/ray actors/data_parallel "
-        "actors/expert_parallel actors/inspect actors/layers/attention actors/machine actors/mesh "
-        "actors/models/tiles actors/optim actors/pipeline actors/relayout actors/specs actors/tensor_parallel "
-        "actors/worker/build schedules schedules/passes"
+        "actors actors/checkpoint actors/collective actors/collective/gpu actors/collective/ray "
+        "actors/data_parallel actors/expert_parallel actors/inspect actors/layers/attention actors/machine "
+        "actors/mesh actors/models/tiles actors/optim actors/pipeline actors/relayout actors/specs "
+        "actors/tensor_parallel actors/worker/build schedules schedules/passes"
     ),
     "actors/worker/build": (
         "actors actors/checkpoint actors/collective actors/context_parallel actors/data actors/data_parallel "

@@ -6,7 +6,7 @@ It is restored if a forward is repeated, or if its step is not taken.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,6 +28,18 @@ log = logging.getLogger(__name__)
 _IN_TIME = "let every forward write into them, at first with no effect, such as teacher.lerp_(student, 0.0)"
 _Slot = tuple[nn.Module, str]  # the module in which a tensor is registered, and its name there
 Then = dict[_Slot, Tensor]  # the values of tensors at an earlier time
+
+
+def submodules(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return modules and all that are in them, each once; it takes a third of the time of ``modules()``."""
+    found = [*modules]
+    seen = {*found}
+    for part in found:
+        for one in part._modules.values():
+            if one is not None and one not in seen:
+                seen.add(one)
+                found.append(one)
+    return found
 
 
 class FrozenWrites(DispatchMode):
@@ -108,10 +120,10 @@ class ForwardState:
 
     def before(self) -> Before:
         """Save the state that may change."""
-        now = self._now()
+        now, parameters = self._tensors()
         saved = [slot for slot in now if slot in self._changing or not self._known]
         clones = {slot: now[slot].detach().clone() for slot in saved}
-        frozen = {slot: (p, num_writes(p), p.detach()) for slot, p in self._frozen() if slot not in self._changing}
+        frozen = {slot: (p, num_writes(p), p.detach()) for slot, p in parameters.items()}
         return Before(now, clones, {slot: num_writes(tensor) for slot, tensor in now.items()}, frozen)
 
     def changed(self, before: Before) -> Then:
@@ -123,13 +135,12 @@ class ForwardState:
         Returns:
             Its saved values.
         """
-        after = self._now()
         self._changing |= {
             slot
             for slot, tensor in before.now.items()
             if slot not in self._changing
             and (
-                after.get(slot) is not tensor
+                _table(*slot).get(slot[1]) is not tensor
                 or num_writes(tensor) > before.writes[slot]
                 # batch_norm's writes are not counted
                 or (slot in before.clones and not torch.equal(tensor, before.clones[slot]))
@@ -184,7 +195,7 @@ class ForwardState:
         Args:
             then: The saved values, from ``keep``. Other tensors are replaced by copies of their present values.
         """
-        now, stand_ins = self._now(), dict[int, Tensor]()  # by id of the tensor: a shared one stays shared
+        now, stand_ins = self._tensors()[0], dict[int, Tensor]()  # by id of the tensor: a shared one stays shared
         for slot, tensor in now.items():
             if id(tensor) not in stand_ins:
                 stand_in = then[slot] if slot in then else tensor.detach().clone()
@@ -200,34 +211,29 @@ class ForwardState:
 
     def moved(self) -> set[int]:
         """Return the ids of the frozen parameters that forwards change."""
-        return {id(p) for slot, p in self._frozen() if slot in self._changing}
+        return {id(p) for p in self._tensors()[0].values() if isinstance(p, nn.Parameter)}
 
     def note_moved(self, parameter: Tensor) -> None:
         """Mark a frozen parameter as one that forwards change, by a checkpoint."""
-        self._changing |= {slot for slot, p in self._frozen() if p is parameter}
+        self._changing |= {slot for slot, p in self._tensors()[1].items() if p is parameter}
 
     def _late(self) -> str:
         names = ", ".join(sorted({f"{type(module).__name__}.{name}" for module, name in self._lost}))
         return f"frozen parameters ({names}) were first written into by a later forward than the first one"
 
-    def _now(self) -> Then:
-        """Return the present buffers of all modules, and the frozen parameters that are known to change."""
-        buffers = {
-            (part, name): buffer
-            for module in self._modules
-            for part in module.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        }
-        return buffers | {slot: p for slot, p in self._frozen() if slot in self._changing}
-
-    def _frozen(self) -> Iterator[tuple[_Slot, nn.Parameter]]:
-        """Yield the frozen parameters of all modules."""
-        for module in self._modules:
-            for part in module.modules():
-                for name, parameter in part._parameters.items():
-                    if parameter is not None and not parameter.requires_grad:
-                        yield (part, name), parameter
+    def _tensors(self) -> tuple[Then, dict[_Slot, nn.Parameter]]:
+        """Return the buffers and the frozen parameters known to change of all modules, and other frozen parameters."""
+        now, others = Then(), dict[_Slot, nn.Parameter]()
+        for part in submodules(self._modules):
+            now |= {(part, name): buffer for name, buffer in part._buffers.items() if buffer is not None}
+            for name, parameter in part._parameters.items():
+                if parameter is not None and not parameter.requires_grad:
+                    slot = (part, name)
+                    if slot in self._changing:
+                        now[slot] = parameter
+                    else:
+                        others[slot] = parameter
+        return now, others
 
     def _written(self, before: Before) -> Iterator[tuple[_Slot, Tensor | None]]:
         """Yield the frozen parameters newly found to change, with their values before; None if these are lost."""

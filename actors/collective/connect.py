@@ -19,6 +19,7 @@ from raypar.actors.collective.gloo.hierarchical import HierarchicalGroup
 from raypar.actors.collective.gpu import cupy_nccl, nccl
 from raypar.actors.collective.gpu.cupy_nccl import CupyGroup
 from raypar.actors.collective.gpu.nccl import NcclGroup
+from raypar.actors.collective.gpu.shared_gpu import shares_gpu
 from raypar.actors.collective.gpu.staged import StagedGroup
 from raypar.actors.collective.group import Group, GroupMember
 from raypar.actors.collective.rendezvous import Introduction, introduce
@@ -35,11 +36,13 @@ class Capability:
         gpu: Id of its GPU, the same in every process and container; "" for a CPU.
         nccl: Whether its torch supports NCCL.
         cupy: Whether its cupy supports NCCL.
+        shares: Whether NCCL connects it to others on its GPU.
     """
 
     gpu: str
     nccl: bool
     cupy: bool
+    shares: bool = False
 
 
 def capability(device: torch.device) -> Capability:
@@ -47,19 +50,21 @@ def capability(device: torch.device) -> Capability:
     if device.type != "cuda":
         return Capability("", nccl=False, cupy=False)
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Capability(gpu, nccl.has_torch_nccl(), cupy_nccl.has_cupy_nccl())
+    return Capability(gpu, nccl.has_torch_nccl(), cupy_nccl.has_cupy_nccl(), shares_gpu())
 
 
-def backend_for(name: str, everyone: list[Capability]) -> Backend:
+def backend_for(name: str, everyone: list[Capability], nodes: int = 1) -> Backend:
     """Choose the backend for members with given capabilities.
 
     Args:
         name: Name of the group, for messages.
         everyone: The members' capabilities in rank order.
+        nodes: Number of nodes that they are on.
 
     Returns:
-        "cpu" if no member has a GPU; "staged" (through the host) if two share a GPU or some lack NCCL; otherwise "nccl"
-        (torch's) where all have it, or "cupy".
+        "cpu" if no member has a GPU; "staged" (through the host) if some lack NCCL, or two are on a GPU that they do
+        not share over NCCL, or those that do are on several nodes; otherwise "nccl" (torch's) where all have it, or
+        "cupy".
 
     Raises:
         ValueError: Some members have a GPU and others do not.
@@ -72,7 +77,11 @@ def backend_for(name: str, everyone: list[Capability]) -> Backend:
             f"group {name}: rank{'s' if len(without) > 1 else ''} {', '.join(map(str, without))} of {len(everyone)} "
             "have no GPU, the others do: give all of them one, or none"
         )
-    if max(Counter(member.gpu for member in everyone).values()) > 1:
+    if any(member.shares for member in everyone):  # their NCCL has the loopback interface only
+        cannot = nodes > 1 or not all(member.shares for member in everyone)
+    else:
+        cannot = max(Counter(member.gpu for member in everyone).values()) > 1
+    if cannot:
         return "staged"
     if all(member.nccl for member in everyone):
         return "nccl"
@@ -115,7 +124,8 @@ def gpu_group(
     member = GroupMember(name, _AXIS, rank, size)
     with closing(_introduced(member, store, json.dumps(asdict(own)))) as peers:
         try:
-            backend = backend_for(name, [Capability(**json.loads(extra)) for extra in peers.extras])
+            everyone = [Capability(**json.loads(extra)) for extra in peers.extras]
+            backend = backend_for(name, everyone, len(peers.nodes))
         except ValueError as error:
             raise GroupError(name, "connect", None, str(error)) from error
         host = _on_host(member, PrefixStore("host", store), address, peers)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.backward import GraphEnd
-from raypar.actors.autograd.forward_state import NOTHING_BEFORE, ForwardState, FrozenWrites, Then
+from raypar.actors.autograd.forward_state import NOTHING_BEFORE, ForwardState, FrozenWrites, Then, submodules
 from raypar.actors.autograd.recompute import InPlaceGuard, LayerAgain, SelectiveRecompute
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.data_parallel.stage_weights import StageWeights
@@ -348,7 +348,8 @@ class Stage:
             self.model.slices.begin()
         if train or self._train:  # nothing changes between two evaluations; each token of a generation is one
             for module in self.modules:
-                module.train(train)
+                if any(part.training != train for part in submodules([module])):
+                    module.train(train)
         self._train = train
         if train:
             self._writes.first.clear()

@@ -19,7 +19,17 @@ from raypar.actors.specs.optim import AdamW, AnyOptimizer
 from raypar.actors.specs.precision import LossScale, Nonfinite, Precision
 from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.resources import Resources
-from raypar.actors.specs.types import Backward, Context, DeviceChoice, ExecutorName, Format, Split, TaskOrder, Tracker
+from raypar.actors.specs.types import (
+    Backward,
+    Context,
+    DeviceChoice,
+    ExecutorName,
+    Format,
+    SharedGpu,
+    Split,
+    TaskOrder,
+    Tracker,
+)
 from raypar.schedules.drawing.notebook import box, notebook_table, text_block
 from raypar.schedules.passes.gather_weights import GatherWhen, ReshardAfterForward
 from raypar.schedules.passes.reduce_gradients import ReduceWhen
@@ -193,6 +203,9 @@ class Run:
     """what each actor takes of its node, and on which nodes it may be: ``Resources(cpus=4, memory="8GiB")``"""
     device: DeviceChoice = "auto"
     """device of the actors: cpu; cuda: GPUs, shared if there are too few; auto: GPUs if each actor gets its own"""
+    shared_gpu: SharedGpu = "staged"
+    """with device cuda, how actors of one GPU exchange tensors: staged: through host memory; nccl: over NCCL, as actors
+    with a GPU each, for trying such a run on one GPU, not for speed"""
     timeout: Annotated[float, Gt(0), Le(1e6)] = 300.0
     """seconds that an actor may wait for another one before the run fails"""
 

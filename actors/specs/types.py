@@ -12,6 +12,7 @@ ExecutorName = Literal["compiled", "tasks"]
 TaskOrder = Literal["row", "dynamic"]
 DeviceKind = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", DeviceKind]
+SharedGpu = Literal["staged", "nccl"]  # how actors of one GPU exchange tensors
 Backward = Literal["auto", "whole", "split"]  # which backwards are split into I and W
 Format = Literal["fp16", "bf16", "fp32"]  # of floating-point numbers
 Tracker = Literal["tensorboard", "wandb", "mlflow", "ray"]

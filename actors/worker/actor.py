@@ -25,6 +25,7 @@ from raypar.actors.checkpoint.assembler import ShardFolder
 from raypar.actors.checkpoint.logical import Logical
 from raypar.actors.checkpoint.reports import ShardReport, shard_report
 from raypar.actors.checkpoint.snapshot_address import Address, Recipient, SnapshotOwner
+from raypar.actors.collective.gpu.shared_gpu import allow_shared_gpu
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
 from raypar.actors.collective.ray import ray_groups
@@ -165,6 +166,8 @@ class RayparActor:
         """
         keep_freed_memory(SMALL_BLOCKS)
         device = device_of(plan.device)
+        if device.kind == "cuda" and plan.run.shared_gpu == "nccl":
+            allow_shared_gpu()
         ledger = Ledger()
         faults = FaultInjector(plan.faults, partial(count_fault, plan.job))
         device.enter()

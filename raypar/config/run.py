@@ -9,7 +9,6 @@ from pathlib import Path
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Transformer
-from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import DeviceKind
 from raypar.config.conflicts.data import DATA_RULES, data_faults
@@ -188,16 +187,19 @@ def unrecorded(run: Run) -> Run:
     return replace(run, folder=None, save_every=0, profile=None, track=())
 
 
-def reset_faults(run: Run, device: DeviceKind, resources: Resources | None = None) -> Iterator[str]:
+def reset_faults(run: Run, device: DeviceKind, before: Run | None = None) -> Iterator[str]:
     """Yield the reasons why a run cannot start on existing actors.
 
     Args:
         run: The run.
         device: Device on which they compute.
-        resources: The resources of their nodes that they have; None if these are those of the run.
+        before: The run for which they were launched; None for this one.
     """
     if run.device not in ("auto", device):
         yield f"reset keeps the actors: device must stay {device!r}; launch anew for {run.device!r}"
-    if resources is not None and run.resources != resources:
+    if before is not None and run.resources != before.resources:
         yield "reset keeps the actors, which can't take other resources: leave resources as they are, or launch anew"
+    if before is not None and run.shared_gpu != before.shared_gpu:
+        stays = f"shared_gpu must stay {before.shared_gpu!r}"
+        yield f"reset keeps the actors, whose NCCL is set up once: {stays}; launch anew for {run.shared_gpu!r}"
     yield from order_on(run, device)

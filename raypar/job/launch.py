@@ -103,7 +103,8 @@ def launch_in(
     """
     checked = prepared(run, resume, overwrite=overwrite, convert=convert_on_cluster)
     run = checked.run
-    chaos, wrong = injectable(chaos, world_of(run), checked.programs["train"])
+    world = world_of(run)
+    chaos, wrong = injectable(chaos, world, checked.programs["train"])
     ConfigError.raise_if(wrong)
     look_ahead(checked)
     for warning in never_happen(chaos, run, checked.taken):
@@ -118,11 +119,9 @@ def launch_in(
             log_plan(run, checked.programs["train"], checked.skeleton, checked.taken)
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
-        with launching(world_of(run).size):
-            unfit = WITHOUT_FP8 if run.precision.compute == "fp8" else ()
-            actors = start_actors(
-                RayparActor, world_of(run), run.device, name, waits, run.spares, seen, group, run.resources, unfit
-            )
+        with launching(world.size):
+            chosen = run.resources, run.shared_gpu, WITHOUT_FP8 if run.precision.compute == "fp8" else ()
+            actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group, *chosen)
             undo.callback(actors.end)
             if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
                 log.warning(

@@ -86,9 +86,7 @@ def plan_rows(
     world, prediction = sized.world, predict(sized)
     left = f"; it goes on after step {step:,}, with {run.steps - step:,} left" if step else ""
     rows = [("actors", actors_text(run, origins)), ("steps", f"{run.steps:,} of {_batch_text(run)}{left}")]
-    if run.resources != Resources():
-        threads = f"; it computes with {run.num_threads} thread{'s' * (run.num_threads != 1)}"
-        rows.append(("each actor takes", f"{run.resources}{threads}"))
+    rows += _resource_rows(run)
     if isinstance(run.data, Text) and run.model.seq is not None:
         rows.append(("data", _passes_text(run, run.data, run.model.seq)))
     if isinstance(run.data, Examples) and run.model.seq is not None:
@@ -215,6 +213,18 @@ def _exchange_text(prediction: Prediction) -> str:
     whole = prediction.simulated
     longer = f"{whole / prediction.alone - 1:.1%} longer than without them"
     return f"{durations}; a step of {milliseconds(whole)}, {longer}, predicted {prediction.source}"
+
+
+def _resource_rows(run: Run) -> Iterator[tuple[str, str]]:
+    """Yield what each actor takes of its node, and how actors of one GPU exchange tensors, unless both are usual."""
+    if run.resources != Resources():
+        threads = f"; it computes with {run.num_threads} thread{'s' * (run.num_threads != 1)}"
+        yield "each actor takes", f"{run.resources}{threads}"
+    if run.shared_gpu == "nccl":
+        yield (
+            "actors of one GPU",
+            "exchange tensors over NCCL, whose kernels take turns: for trying, and slower than predicted",
+        )
 
 
 def _batch_text(run: Run) -> str:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 import raypar as rp
-from raypar.actors.collective import connect
 from raypar.actors.collective.gpu import nccl
 from raypar.actors.collective.gpu.group import ring
 from raypar.actors.collective.group import GroupMember
@@ -21,7 +20,6 @@ from raypar.planner.formulas.flops import training_flops
 from tests.bench.peers.whole import whole_model
 from tests.bench.trainer import LocalTrainer
 from tests.gpu import fakes
-from tests.gpu.first_hour import nccl_pipeline
 from tests.gpu.first_hour.__main__ import main, parse
 from tests.gpu.first_hour.card import peak_flops
 from tests.gpu.first_hour.contestants import record_step
@@ -29,13 +27,14 @@ from tests.gpu.first_hour.findings import Findings, resumed
 from tests.gpu.first_hour.gpu_tests import run_tests
 from tests.gpu.first_hour.kernels import step_kernels
 from tests.gpu.first_hour.nanochat_like import nanochat_like
-from tests.gpu.first_hour.nccl_groups import check_group, one_gpu_environment, seconds_of
+from tests.gpu.first_hour.nccl_groups import seconds_of
 from tests.gpu.first_hour.outcome import NotPossibleError, Outcome
 from tests.gpu.first_hour.row import main as measure_row
 from tests.gpu.first_hour.rows import _TEST_SECONDS, FOLDER, ROWS, Row
 from tests.gpu.first_hour.runner import NO_TIME, Runner
 from tests.gpu.first_hour.workloads import FULL, SMALL, flops_per_token, run_of, tokens_of
 from tests.gpu.ops import check_order, together
+from tests.gpu.shared_gpu import check_group
 from tests.support.local_groups import local_groups
 
 CPU = torch.device("cpu")
@@ -173,10 +172,14 @@ def test_tests_are_counted_and_their_failures_named(tmp_path):
         run_tests(str(path), lambda **figures: None)
 
 
-def test_a_group_over_nccl_is_checked_and_timed(monkeypatch):
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", fakes.FakeProcessGroup, raising=False)
-    for name in nccl._ENVIRONMENT:
-        monkeypatch.setenv(name, "as it was")
+@pytest.fixture
+def played_nccl():
+    """NCCL played by threads."""
+    with fakes.fake_nccl():
+        yield
+
+
+def test_a_group_over_nccl_is_checked_and_timed(played_nccl):
     store = dist.HashStore()
     groups = together(2, lambda rank: nccl.NcclGroup(GroupMember("g", "x", rank, 2, 30.0), store, CPU))
     try:
@@ -196,21 +199,6 @@ def test_tensors_that_come_in_another_order_are_found():
         group.send = lambda tensor, dst, tag, usual=group.send: usual(tensor, dst, tag=tag ^ 1)
     with pytest.raises(AssertionError, match="order"):
         together(2, lambda rank: check_order(groups[rank], CPU))
-
-
-def test_members_on_one_gpu_call_themselves_different_hosts(monkeypatch):
-    assert one_gpu_environment(0)["NCCL_HOSTID"] != one_gpu_environment(1)["NCCL_HOSTID"]
-    assert {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}.items() <= one_gpu_environment(
-        0
-    ).items()
-    for name in one_gpu_environment(0):
-        monkeypatch.setenv(name, "as it was")
-    monkeypatch.setattr(connect, "backend_for", connect.backend_for)  # restored
-    nccl_pipeline.prefer_nccl()
-    there, without = connect.Capability("GPU-1", nccl=True, cupy=False), connect.Capability("GPU-1", False, False)
-    assert connect.backend_for("x", [there, there]) == "nccl"
-    assert connect.backend_for("x", [there, without]) == "staged"
-    assert connect.backend_for("x", [connect.Capability("", False, False)] * 2) == "cpu"
 
 
 # --- the runner -------------------------------------------------------------------------------------------------------

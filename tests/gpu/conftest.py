@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from raypar.actors.collective.gpu import cupy_nccl, nccl
 from raypar.actors.collective.gpu.group import ring
+from raypar.actors.collective.group import GroupMember
 from tests.gpu.ops import together
 
 HERE = Path(__file__).parent
@@ -39,7 +40,7 @@ def make(request):
         store, name = dist.HashStore(), f"gpu@{time.monotonic_ns()}"
 
         def member(rank):
-            group = cls(name, "x", rank, size, timeout, store=store, device=torch.device("cuda", rank))
+            group = cls(GroupMember(name, "x", rank, size, timeout), store, torch.device("cuda", rank))
             group.connect(ring(size) if edges is None else edges)
             return group
 

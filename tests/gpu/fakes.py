@@ -13,12 +13,15 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from raypar.actors.collective.gloo.group import create_device
+from raypar.actors.collective.gpu import nccl
 from raypar.actors.collective.reductions import reduce_in_order
 from tests.support.local_groups import LocalHub
 
@@ -97,6 +100,16 @@ class FakeProcessGroup:
             return FakeWork(self._stream.submit(run))
 
         return issue
+
+
+@contextmanager
+def fake_nccl():
+    """Within it torch has NCCL, played by threads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "ProcessGroupNCCL", FakeProcessGroup, raising=False)
+        for name in nccl._ENVIRONMENT:
+            patch.setenv(name, "as it was")
+        yield
 
 
 # --- cupy: NcclCommunicator -------------------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ class Pool:
     def __init__(self):
         self.idle, self._started, self.standing = [], [], lambda: None
 
-    def start(self, hosted, world, device, job, waits=USUAL_WAITS, spares=0, *_):
-        """Instead of ``start_actors``, whose other arguments do not matter here."""
+    def start(self, hosted, world, device, job, waits=USUAL_WAITS, spares=0, *of_cluster):
+        """Instead of ``start_actors``."""
         size = world.size + spares
         if size > len(self.idle):
             self.standing()

@@ -51,7 +51,7 @@ class GpuGroup(Group):
 
     Args:
         store: Where the members exchange addresses.
-        device: A GPU with its index. No two members may share one.
+        device: A GPU with its index. Members may share one as ``allow_shared_gpu`` says.
         host: Group of the same members for tensors on the host, which is aborted with this one; None for no such group.
     """
 

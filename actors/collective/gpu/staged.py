@@ -1,4 +1,4 @@
-"""Groups of actors that share a GPU, which NCCL cannot connect: tensors are copied through the host and a CPU group."""
+"""Groups of actors that share a GPU, and not over NCCL: tensors are copied through the host and a CPU group."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def _on(run: Run, cluster: Cluster, *, is_given: bool) -> Run:
     device, precision = cluster.device, run.precision
     if precision == Precision() and not is_given and device.half > device.full:
         precision = Precision(compute="bf16")
-    return replace(run, mesh=Mesh(), precision=precision, device=device.kind, split="even")
+    return replace(run, mesh=Mesh(), precision=precision, device=device.kind, shared_gpu="staged", split="even")
 
 
 def _planned(

@@ -58,7 +58,7 @@ def placed(run: Run) -> str:
     where = f"on the cluster at {os.environ.get('RAY_ADDRESS', '')}"
     try:
         with connected() as nodes:
-            found = foreseen(world_of(run), nodes, run.device, run.resources)
+            found = foreseen(world_of(run), nodes, run.device, run.resources, run.shared_gpu)
     except ConfigError as error:
         found = error.faults
     return "\n".join([f"{where}:", *(f"  {line}" for line in found)])

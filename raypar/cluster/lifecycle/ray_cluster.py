@@ -24,7 +24,7 @@ from raypar.actors.machine.host_cores import num_cores
 from raypar.actors.machine.this_machine import actor_count_faults, num_slots, starts_own_ray
 from raypar.actors.mesh.world import World
 from raypar.actors.specs.resources import PlacementStrategy, Resources
-from raypar.actors.specs.types import DeviceChoice
+from raypar.actors.specs.types import DeviceChoice, SharedGpu
 from raypar.cluster.address import demand_answer, demand_driver, unanswered
 from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.lifecycle.actors import Actors, driver_id
@@ -32,9 +32,15 @@ from raypar.cluster.lifecycle.claims import Claim, actor_name, claimed
 from raypar.cluster.lifecycle.replacement_actors import ActorBundle
 from raypar.cluster.nodes.nodes import demand_alike, demand_other_accelerators, living_nodes
 from raypar.cluster.placement.devices import ActorResources, demand_build, share_of
-from raypar.cluster.placement.given_group import bundles_of_group, chosen_bundles, free_bundles, too_small
+from raypar.cluster.placement.given_group import (
+    bundles_of_group,
+    chosen_bundles,
+    demand_one_node,
+    free_bundles,
+    too_small,
+)
 from raypar.cluster.placement.placement import Node, blocks_of, place, placement_lines, split_message
-from raypar.cluster.placement.shortage import TOO_SMALL, no_room
+from raypar.cluster.placement.shortage import TOO_SMALL, no_room, one_node_faults
 from raypar.cluster.ray_private import disconnect, silence_deaths, start_on_loopback
 from raypar.cluster.together import together
 from raypar.errors import ConfigError, JobError, RoomError
@@ -96,6 +102,7 @@ def start_actors(
     folder: Path | None = None,
     group: PlacementGroup | None = None,
     resources: Resources = _USUAL_RESOURCES,
+    shared_gpu: SharedGpu = "staged",
     unfit: Collection[str] = (),
 ) -> Actors:
     """Start one actor for each rank of the world, all of them or none, and return them.
@@ -112,6 +119,7 @@ def start_actors(
         folder: The run's folder, which all nodes with actors must see; None without one.
         group: The placement group of the actors; None for that of this task, if it has room, or new ones.
         resources: The resources of each actor besides the GPUs of ``gpu_share``.
+        shared_gpu: How actors of one GPU exchange tensors; over NCCL they are all on one node.
         unfit: The kinds of accelerators that the run can't use, by Ray's names.
 
     Raises:
@@ -120,20 +128,18 @@ def start_actors(
         JobError: If Ray does not start.
     """
     built, count = torch.backends.cuda.is_built(), world.size + spares  # the actors' torch is the same build
-    demand_build(device, built=built)
-    _announce(world, count, resources.cpus)
+    _announce(world, device, count, resources.cpus, built=built)
     with ExitStack() as undo:
-        with _own_sigterm():
-            owns = _connect()
-        if owns:
-            undo.push(_disconnect)
+        owns = _connect_within(undo)
         grows = waits.nodes > 0
         nodes = _roomy(world, count, resources.cpus, grows=grows)
-        share = share_of(device, resources, count, _num_gpus(nodes, group), built=built, grows=grows)
+        gpus = _num_gpus(nodes, group)
+        share = share_of(device, resources, count, gpus, built=built, grows=grows, shared_gpu=shared_gpu)
         within, seconds = group or get_current_placement_group(), waits.room if group else None
-        bundles, claim = _inside(within, share, count, seconds), None
+        bundles, claim = _inside(within, share, count, seconds, on_one_node=shared_gpu == "nccl"), None
         if not bundles:
-            claim, nodes = _claim(world, nodes, share, resources.placement_strategy, spares, job, grows=grows)
+            strategy = _strategy(world, nodes, share, resources.placement_strategy, shared_gpu)
+            claim, nodes = _claim(world, nodes, share, strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)
             claim.make()
         demand_other_accelerators(nodes, unfit if share.device == "cuda" else ())
@@ -148,12 +154,22 @@ def start_actors(
     return Actors(handles, owns, driver_id(), share.device, create, partial(claimed, share=share), bundles, waits.nodes)
 
 
-def _announce(world: World, count: int, cpus: float) -> None:
-    """Log how many actors start. Raises ConfigError if this process would start a Ray that can't have so many."""
-    if not ray.is_initialized() and (faults := list(actor_count_faults(count, cpus))):
+def _connect_within(undo: ExitStack) -> bool:
+    """Connect to Ray, and disconnect if an exception leaves the context. Return whether this process started it."""
+    with _own_sigterm():
+        owns = _connect()
+    if owns:
+        undo.push(_disconnect)
+    return owns
+
+
+def _announce(world: World, device: DeviceChoice, actors: int, cpus: float, *, built: bool) -> None:
+    """Log that actors start. Raises ConfigError if their torch lacks CUDA, or a Ray of our own CPUs for them."""
+    demand_build(device, built=built)
+    if not ray.is_initialized() and (faults := list(actor_count_faults(actors, cpus))):
         raise ConfigError(faults)
     crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
-    log.info("starting %d actor%s%s", count, "s" * (count != 1), _SHARING if crowds else "", extra=DETAIL)
+    log.info("starting %d actor%s%s", actors, "s" * (actors != 1), _SHARING if crowds else "", extra=DETAIL)
 
 
 def _num_gpus(nodes: Sequence[Node], group: PlacementGroup | None) -> int:
@@ -190,7 +206,23 @@ def connected() -> Iterator[list[Node]]:
             disconnect()
 
 
-def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resources: Resources) -> list[str]:
+def _strategy(
+    world: World, nodes: Sequence[Node], share: ActorResources, strategy: PlacementStrategy, shared_gpu: SharedGpu
+) -> PlacementStrategy:
+    """Return where actors go: all on one node if they share GPUs over NCCL. Raises ConfigError if none has room."""
+    if shared_gpu == "staged":
+        return strategy
+    ConfigError.raise_if(one_node_faults(world, nodes, share))
+    return "STRICT_PACK"
+
+
+def foreseen(
+    world: World,
+    nodes: Sequence[Node],
+    device: DeviceChoice,
+    resources: Resources,
+    shared_gpu: SharedGpu = "staged",
+) -> list[str]:
     """Return lines with the node of each actor of a future launch, and the faults of that placement.
 
     Args:
@@ -198,16 +230,19 @@ def foreseen(world: World, nodes: Sequence[Node], device: DeviceChoice, resource
         nodes: The nodes of the cluster to which this process is connected.
         device: The run's setting.
         resources: The run's resources.
+        shared_gpu: How actors of one GPU exchange tensors.
 
     Raises:
-        ConfigError: The run demands a GPU, and there can be none.
+        ConfigError: The run demands a GPU, and there can be none, or shares GPUs over NCCL, and can't.
     """
     gpus = int(float_sum(node.total.get("GPU", 0.0) for node in nodes))
-    share = share_of(device, resources, world.size, gpus, built=torch.backends.cuda.is_built(), grows=False)
-    found = place(world, nodes, share, resources.placement_strategy, free=False)
+    built = torch.backends.cuda.is_built()
+    share = share_of(device, resources, world.size, gpus, built=built, grows=False, shared_gpu=shared_gpu)
+    strategy = _strategy(world, nodes, share, resources.placement_strategy, shared_gpu)
+    found = place(world, nodes, share, strategy, free=False)
     if found.missing:
         return [no_room(world, nodes, TOO_SMALL, share)]
-    now = place(world, nodes, share, resources.placement_strategy)
+    now = place(world, nodes, share, strategy)
     waits = now.is_worse_than(found)
     lines = list(placement_lines(world, found if waits else now, nodes))
     if waits:
@@ -244,7 +279,7 @@ def _in_lasting_thread(call: Callable[..., object], **settings: object) -> None:
 
 
 def _inside(
-    group: PlacementGroup | None, share: ActorResources, actors: int, seconds: float | None
+    group: PlacementGroup | None, share: ActorResources, actors: int, seconds: float | None, *, on_one_node: bool
 ) -> list[ActorBundle]:
     """Return bundles for actors in an existing placement group; [] without a group, or if this task's has no room.
 
@@ -253,9 +288,10 @@ def _inside(
         share: The resources of an actor.
         actors: Number of actors.
         seconds: Seconds to wait until its bundles are free; None if it is this task's and not the user's choice.
+        on_one_node: Whether all actors must be on one node.
 
     Raises:
-        ConfigError: It was removed, or belongs to another cluster.
+        ConfigError: It was removed, or belongs to another cluster, or its bundles are on several nodes.
         RoomError: It has no room, or had none in time.
     """
     if group is None:
@@ -272,6 +308,8 @@ def _inside(
         else:
             few = too_small(group, bundles, free if fits else bundles, share, actors)
             raise RoomError([f"{few}: make it larger, use a smaller mesh, or leave placement_group out"])
+    if on_one_node:
+        demand_one_node(group, chosen)
     return [ActorBundle(group, bundle) for bundle in chosen]
 
 

@@ -8,13 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from raypar.actors.specs.resources import Resources
-from raypar.actors.specs.types import DeviceChoice, DeviceKind
+from raypar.actors.specs.types import DeviceChoice, DeviceKind, SharedGpu
 from raypar.errors import ConfigError
 from raypar.log_details import DETAIL
 
 log = logging.getLogger(__name__)
 _NO_GPU = "use device 'cpu', add a node with GPUs, or wait for nodes"
 _UNITS = 10_000  # the units in which Ray counts fractions of a GPU
+_EXCHANGED: Mapping[SharedGpu, str] = {
+    "staged": "their tensors go through the host, which is slow (shared_gpu 'nccl': over NCCL, for trying)",
+    "nccl": "NCCL connects them, and their kernels take turns, which is for trying, not for speed",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,14 @@ class ActorResources:
 
 
 def share_of(
-    choice: DeviceChoice, resources: Resources, actors: int, gpus: int, *, built: bool, grows: bool
+    choice: DeviceChoice,
+    resources: Resources,
+    actors: int,
+    gpus: int,
+    *,
+    built: bool,
+    grows: bool,
+    shared_gpu: SharedGpu = "staged",
 ) -> ActorResources:
     """Return the resources of each actor of a run; see ``gpu_share``.
 
@@ -48,12 +59,13 @@ def share_of(
         gpus: Number of GPUs of the cluster.
         built: Whether torch is built with CUDA.
         grows: Whether the cluster may add nodes.
+        shared_gpu: How actors of one GPU exchange tensors.
 
     Raises:
-        ConfigError: The run demands GPUs, and there can be none.
+        ConfigError: The run demands GPUs, and there can be none, or it shares them over NCCL, and none is shared.
     """
     if resources.gpus is None:
-        device = gpu_share(choice, actors, gpus, built=built, grows=grows)
+        device = gpu_share(choice, actors, gpus, built=built, grows=grows, shared_gpu=shared_gpu)
     else:
         demand_build("cuda", built=built)
         if not gpus and not grows:
@@ -63,7 +75,15 @@ def share_of(
     return replace(device, cpus=resources.cpus, others=resources.others, labels=dict(resources.labels))
 
 
-def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grows: bool) -> ActorResources:
+def gpu_share(
+    choice: DeviceChoice,
+    actors: int,
+    gpus: int,
+    *,
+    built: bool,
+    grows: bool,
+    shared_gpu: SharedGpu = "staged",
+) -> ActorResources:
     """Choose the resources of each actor, and log the choice.
 
     Args:
@@ -72,12 +92,13 @@ def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grow
         gpus: Number of GPUs of the cluster.
         built: Whether torch is built with CUDA.
         grows: Whether the cluster may add nodes; then actors do not share GPUs.
+        shared_gpu: How actors of one GPU exchange tensors.
 
     Returns:
         The share of each actor.
 
     Raises:
-        ConfigError: If "cuda" is chosen and there can be no GPU.
+        ConfigError: If "cuda" is chosen and there can be no GPU, or GPUs are to be shared over NCCL and none is shared.
     """
     demand_build(choice, built=built)
     if choice == "cuda" and not gpus and not grows:
@@ -87,18 +108,27 @@ def gpu_share(choice: DeviceChoice, actors: int, gpus: int, *, built: bool, grow
         log.info("computing on CPUs%s", why, extra=None if why else DETAIL)
         return ActorResources("cpu", 0.0)
     if gpus >= actors or grows:
+        if shared_gpu == "nccl":
+            why = ", as none is shared with wait_for_nodes" if gpus < actors else ""
+            text = f"shared_gpu is 'nccl', but each actor gets a GPU of its own{why}"
+            raise ConfigError([f"{text}: leave shared_gpu out"])
         log.info("computing on GPUs, one for each actor", extra=DETAIL)
         return ActorResources("cuda", 1.0)
     sharing = math.ceil(actors / gpus)
     log.warning(
-        "%d actors share %d GPU%s, up to %d one: their tensors go through the host, which is slow, for NCCL connects "
-        "no two members on one GPU",
+        "%d actors share %d GPU%s, up to %d one: %s",
         actors,
         gpus,
         "s" if gpus > 1 else "",
         sharing,
+        _EXCHANGED[shared_gpu],
     )
-    return ActorResources("cuda", _UNITS // sharing / _UNITS)
+    return ActorResources("cuda", part_of_gpu(sharing))
+
+
+def part_of_gpu(actors: int) -> float:
+    """Return the part of a GPU of each of some actors that share it, in Ray's units."""
+    return _UNITS // actors / _UNITS
 
 
 def demand_build(choice: DeviceChoice, *, built: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup as PlacementGroup
@@ -55,6 +55,19 @@ def free_bundles(group: PlacementGroup, bundles: Bundles) -> Bundles:
         number: {kind: left(number, kind, amount) for kind, amount in resources.items()}
         for number, resources in bundles.items()
     }
+
+
+def demand_one_node(group: PlacementGroup, bundles: Collection[int]) -> None:
+    """Raise ConfigError if bundles of a placement group, by their numbers, are on several nodes."""
+    node_of: Mapping[int, str] = placement_group_table(group).get("bundles_to_node_id", {})
+    if len(nodes := {node_of.get(number) for number in bundles}) > 1:
+        raise ConfigError(
+            [
+                f"shared_gpu is 'nccl', but placement_group {_named(group)} has its bundles on {len(nodes)} nodes, "
+                "and NCCL connects actors of one GPU on one node only: give one of strategy STRICT_PACK, or leave "
+                "shared_gpu out"
+            ]
+        )
 
 
 def chosen_bundles(bundles: Bundles, share: ActorResources, actors: int) -> Sequence[int]:

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from ray.util.placement_group import placement_group_table
 
 from raypar.actors.mesh.world import World
-from raypar.cluster.placement.devices import ActorResources
-from raypar.cluster.placement.placement import Node, amount_text, amounts_text, free_text, room_text, wants
+from raypar.cluster.placement.devices import ActorResources, part_of_gpu
+from raypar.cluster.placement.placement import (
+    Node,
+    amount_text,
+    amounts_text,
+    free_text,
+    may_have,
+    room,
+    room_text,
+    wants,
+)
 from raypar.schedules.float_sum import float_sum
 
 TOO_SMALL = "use a smaller mesh or a larger cluster, or wait_for_nodes (--wait-for-nodes SECONDS) if nodes are to come"
@@ -39,6 +50,26 @@ def no_room(world: World, nodes: Sequence[Node], why: str, share: ActorResources
     return (
         f"mesh: {world.size} actors{others} need {need}{on}, the cluster has {have} "
         f"on {len(nodes)} node{'s' if len(nodes) != 1 else ''}{each}: {why}"
+    )
+
+
+def one_node_faults(world: World, nodes: Sequence[Node], share: ActorResources) -> Iterator[str]:
+    """Yield a fault if actors that share GPUs over NCCL have no room on one node.
+
+    Args:
+        world: The ranks.
+        nodes: The nodes.
+        share: The resources of each actor.
+    """
+    usable = [node for node in nodes if may_have(node, share)]
+    if any(room(node.total, share) >= world.size for node in usable):
+        return
+    parts = [part_of_gpu(math.ceil(world.size / node.total["GPU"])) for node in usable if node.total.get("GPU")]
+    fits = [part for part in parts if any(room(n.total, replace(share, gpus=part)) >= world.size for n in usable)]
+    fix = f"set resources.gpus to {max(fits):g}, so that all are on one, or " if fits else ""
+    yield (
+        f"shared_gpu is 'nccl', but no node has room for all {world.size} actors ({room_text(nodes, share)}), and "
+        f"NCCL connects actors of one GPU on one node only: {fix}leave shared_gpu out"
     )
 
 

@@ -115,7 +115,8 @@ def with_replicas(run: Run, dp: int) -> Run:
         changes |= {"recheck_every": 0} | ({"check_every": 0} if mesh.cp == 1 else {})
     if not mesh.divides_experts:
         changes |= {"expert_shadows": 0, "expert_rounds": 1, "expert_order": {}}
-    return replace(run, **changes)  # type: ignore[arg-type]
+    fewer: Run = replace(run, **changes)  # type: ignore[arg-type]
+    return replace(fewer, shared_gpu="staged") if world_of(fewer).size == 1 else fewer
 
 
 def _of_step(run: Run) -> int:

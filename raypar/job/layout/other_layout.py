@@ -66,7 +66,7 @@ def other_layout(
     except ConfigError as error:
         faults += error.faults
     if programs is not None:
-        faults += _layout_faults(run, programs, present.programs, device)
+        faults += _layout_faults(run, programs, present, device)
     if programs is not None and not faults:
         faults += state_copy_faults(present, Layout(run, programs), skeleton)
     if faults or programs is None:
@@ -122,12 +122,14 @@ def _differs(field: str, before: object, now: object) -> str:
     return f"{field} is {values[0]} and was {values[1]}"
 
 
-def _layout_faults(run: Run, programs: Programs, present: Programs, device: DeviceKind) -> Iterator[str]:
+def _layout_faults(run: Run, programs: Programs, present: Layout, device: DeviceKind) -> Iterator[str]:
     """Yield what is wrong with another layout on these actors."""
+    if run.shared_gpu != (before := present.run.shared_gpu):
+        yield f"shared_gpu must stay {before!r}, as actors stay; launch anew for {run.shared_gpu!r}"
     if run.device not in ("auto", device):
         yield f"device must stay {device!r}, as actors stay; launch anew for {run.device!r}"
     yield from order_on(run, device)
-    for what, schedule in (("is", present["train"]), ("would be", programs["train"])):
+    for what, schedule in (("is", present.programs["train"]), ("would be", programs["train"])):
         if schedule.stream:
             fix = "its steps are others in another layout: " + _FIX
             yield f"schedule {schedule.name!r} {what} asynchronous, and {fix}"

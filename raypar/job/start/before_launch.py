@@ -43,7 +43,7 @@ def replacement(
     Raises:
         ConfigError: The run has faults.
     """
-    checked = prepared(run, resume, replaces=True, besides=lambda run: reset_faults(run, device, before.resources))
+    checked = prepared(run, resume, replaces=True, besides=lambda run: reset_faults(run, device, before))
     look_ahead(checked)
     return checked
 

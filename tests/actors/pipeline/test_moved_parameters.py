@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import raypar as rp
-from raypar.actors.autograd.forward_state import FrozenWrites
+from raypar.actors.autograd.forward_state import FrozenWrites, submodules
 from raypar.actors.autograd.torch_private import is_intercepted
 from raypar.actors.errors import ActionError, NonFiniteError
 from tests.support.snapshots import loaded, saved
@@ -235,3 +235,11 @@ def test_layers_compute_as_always_while_writes_are_noticed():
         with FlopCounterMode(display=False):
             assert is_intercepted()
     assert not is_intercepted()
+
+
+def test_submodules_are_those_of_torch():
+    shared = nn.Linear(2, 2)
+    tree = nn.Sequential(nn.Sequential(shared, nn.Dropout(), shared), nn.ModuleDict({"a": shared, "b": nn.Tanh()}))
+    tree.register_module("none", None)
+    found = submodules([tree, shared])
+    assert len(found) == 6 and {*found} == {*tree.modules()}

@@ -9,24 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from raypar.actors.collective.errors import GroupError
-from raypar.actors.collective.gpu import nccl
-from raypar.actors.collective.gpu.nccl import NcclGroup
-from raypar.actors.collective.group import GroupMember
 from raypar.actors.errors import ActionError
 from raypar.actors.machine.device import ComputeDevice, Cuda
-from raypar.actors.mesh.memberships import memberships
 from raypar.actors.pipeline.p2p import Courier
 from raypar.actors.specs.optim import AdamW
-from tests.gpu import fakes
-from tests.gpu.ops import together
-from tests.support.local_groups import LocalGroup, LocalHub, local_groups
+from tests.gpu.nccl_team import nccl_teams
+from tests.support.local_groups import LocalGroup, LocalHub
 from tests.support.team import Team, linears
 
 ROOT = Path(__file__).parents[3]
-CPU = torch.device("cpu")
 CLOSE = 2e-6  # relative; attention and RMSNorm have other kernels for the pretended device
 
 # --- on a device of its own ------------------------------------------------------------------------------------------
@@ -103,44 +96,11 @@ def test_what_is_measured(pretended):
 # --- over NCCL -------------------------------------------------------------------------------------------------------
 
 
-class NcclTeam(Team):
-    """A Team whose groups are torch's NCCL groups, and CPU groups beside them."""
-
-    def _groups(self):
-        for rank in range(self.world.size):
-            for _, axis, name, members in memberships(self.world, rank):
-                if members[0] == rank:
-                    yield name, self._nccl(axis, len(members))
-
-    def _nccl(self, axis, size):
-        hosts, store = local_groups(axis, size, 10.0), dist.HashStore()
-
-        def member(rank):
-            return NcclGroup(GroupMember("g", axis, rank, size, 10.0), store, CPU, hosts[rank])
-
-        return together(size, member)
-
-    def close(self):
-        for members in self.groups.values():
-            for group in members:
-                group.abort()
-
-
 @pytest.fixture
-def over_nccl(monkeypatch):
+def over_nccl():
     """Makes NcclTeams, and closes them."""
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", fakes.FakeProcessGroup, raising=False)
-    for name in nccl._ENVIRONMENT:
-        monkeypatch.setenv(name, "as it was")
-    teams = []
-
-    def make(*args, **changes):
-        teams.append(NcclTeam(*args, **changes))
-        return teams[-1]
-
-    yield make
-    for team in teams:
-        team.close()
+    with nccl_teams() as make:
+        yield make
 
 
 @pytest.mark.sampled

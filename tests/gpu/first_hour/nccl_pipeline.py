@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 import raypar as rp
-from tests.gpu.first_hour.nccl_groups import one_gpu_environment
 from tests.gpu.first_hour.outcome import NotPossibleError, Report
+from tests.gpu.members import group_classes
 
 _STEPS = 3
-
-
-def prefer_nccl() -> None:
-    """Let the groups of this process go over NCCL also where members share a GPU. Ray calls it in every worker."""
-    from raypar.actors.collective import connect
-
-    os.environ.update(one_gpu_environment(os.getpid()))
-    usual = connect.backend_for
-
-    def chosen(name: str, everyone: list[connect.Capability]) -> connect.Backend:
-        found = usual(name, everyone)
-        return "nccl" if found == "staged" and all(member.nccl for member in everyone) else found
-
-    connect.backend_for = chosen
-
-
-def group_classes(actor: Any) -> list[str]:
-    """Return the names of the classes of an actor's groups; ``actor`` is its instance.
-
-    Raises RuntimeError if Ray has not called ``prefer_nccl`` in its process.
-    """
-    if "NCCL_HOSTID" not in os.environ:
-        raise RuntimeError("Ray did not call the hook with which groups go over NCCL")
-    return sorted({type(group).__name__ for group in actor._joined.values()})
 
 
 def measure_pipeline(small: bool, report: Report, cache: str) -> None:
@@ -65,9 +39,11 @@ def measure_pipeline(small: bool, report: Report, cache: str) -> None:
         report(note="no NCCL here: raypar's CPU group in its place")
     data = rp.Text(cache=cache)
     run = rp.recipe("gpt-tiny", mesh=rp.Mesh(pp=2), data=data, steps=_STEPS, device=device)
+    if device == "cuda":
+        run = replace(run, shared_gpu="nccl", resources=rp.Resources(gpus=0.5))
     report(doing="starting Ray")
-    with local_ray(num_gpus=1, runtime_env={"worker_process_setup_hook": prefer_nccl}):
-        logging.getLogger("raypar").setLevel(logging.ERROR)  # that groups go through the host is not so here
+    with local_ray(num_gpus=1):
+        logging.getLogger("raypar").setLevel(logging.ERROR)  # that actors share the GPU is known
         report(doing="comparing with one process")
         verdict = rp.verify(run)
         if not verdict.ok:

@@ -42,7 +42,14 @@ _CONTESTANTS = {
     "fsdp2": 30,
     "raypar-compiled": 70,
 }
-_TEST_SECONDS = {"test_device": 12, "test_nccl": 45, "test_staged": 20, "test_runs": 150, "test_layouts": 240}
+_TEST_SECONDS = {
+    "test_device": 12,
+    "test_nccl": 45,
+    "test_staged": 20,
+    "test_runs": 150,
+    "test_shared_gpu": 420,
+    "test_layouts": 240,
+}
 
 
 def _tests(name: str) -> Row:

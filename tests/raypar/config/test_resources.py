@@ -83,8 +83,8 @@ def test_a_ray_of_raypars_own_has_room_for_fewer_of_them(monkeypatch):
 
 def test_a_reset_keeps_what_actors_have_taken():
     other = rp.recipe("gpt-tiny", resources=rp.Resources(cpus=2.0))
-    assert not [*reset_faults(other, "cpu", rp.Resources(cpus=2.0))]
-    (fault,) = reset_faults(other, "cpu", rp.Resources())
+    assert not [*reset_faults(other, "cpu", other)]
+    (fault,) = reset_faults(other, "cpu", RUN)
     assert fault.startswith("reset keeps the actors, which can't take other resources: leave resources as they are")
 
 

@@ -16,7 +16,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.checkpoint.find import newest
 from raypar.config.run import check_run
 from raypar.job.layout.elastic import Layout
-from raypar.job.layout.other_layout import other_layout
+from raypar.job.layout.other_layout import _layout_faults, other_layout
 from raypar.job.recover.relayout import differences
 from raypar.paths import CHECKPOINTS, LOG
 from raypar.planner.resource_needs import sum_over_actors
@@ -52,6 +52,12 @@ def test_functions_of_ones_own_are_asked_for_the_same_microbatches():
     back = layout_of(there, mesh=rp.Mesh(pp=2), microbatches=4).run
     assert back == own
     assert "data is another one" in told(own, replace(own, mesh=rp.Mesh(dp=2), microbatches=2, data=rp.Batches(mse)))[0]
+
+
+def test_actors_keep_how_they_share_a_gpu():
+    over_nccl = replace(RUN, device="cuda", shared_gpu="nccl")
+    (fault,) = _layout_faults(over_nccl, check_run(RUN), Layout(RUN, check_run(RUN)), "cuda")
+    assert fault == "shared_gpu must stay 'staged', as actors stay; launch anew for 'nccl'"
 
 
 def test_all_faults_are_told_at_once():

@@ -7,12 +7,17 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import raypar as rp
+from raypar.actors.mesh.world import World
+from raypar.cluster.lifecycle import ray_cluster
+from raypar.cluster.placement import given_group
 from raypar.cluster.placement.devices import ActorResources, gpu_share
+from raypar.cluster.placement.placement import Node
 from raypar.config.run import check_run, reset_faults
 from raypar.job.start.actor_plans import plans_of
 
@@ -87,6 +92,62 @@ def test_sharing_is_warned_of(caplog):
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("3 actors share 2 GPUs, up to 2 one: their tensors go through the host")
+
+
+def test_sharing_over_nccl_is_said_to_be_for_trying(caplog):
+    assert gpu_share("cuda", 4, 1, built=True, grows=False, shared_gpu="nccl") == ActorResources("cuda", 0.25)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "4 actors share 1 GPU, up to 4 one: NCCL connects them, and their kernels take turns, which is for "
+        "trying, not for speed"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "grows", "why"), [(2, False, ""), (1, True, ", as none is shared with wait_for_nodes")]
+)
+def test_where_each_actor_has_a_gpu_none_is_shared_over_nccl(gpus, grows, why):
+    with pytest.raises(rp.ConfigError) as caught:
+        gpu_share("cuda", 2, gpus, built=True, grows=grows, shared_gpu="nccl")
+    assert caught.value.faults == [
+        f"shared_gpu is 'nccl', but each actor gets a GPU of its own{why}: leave shared_gpu out"
+    ]
+
+
+def gpu_node(name, cpus=8.0, gpus=1.0):
+    resources = {"CPU": cpus, "GPU": gpus}
+    return Node(name, name, "10.0.0.1", resources, resources)
+
+
+def test_actors_that_share_over_nccl_are_on_one_node_or_refused(monkeypatch):
+    cuda = SimpleNamespace(is_built=lambda: True)
+    monkeypatch.setattr(ray_cluster, "torch", SimpleNamespace(backends=SimpleNamespace(cuda=cuda)))
+    world = World(rp.Mesh(dp=4))
+
+    def foreseen(nodes, **resources):
+        return ray_cluster.foreseen(world, nodes, "cuda", rp.Resources(**resources), "nccl")
+
+    small, large = gpu_node("a", cpus=3.0), gpu_node("b")
+    assert foreseen([small, large], gpus=0.25) == ["b (10.0.0.1): pp=0 dp=0, pp=0 dp=1, pp=0 dp=2, pp=0 dp=3"]
+    with pytest.raises(rp.ConfigError) as caught:
+        foreseen([gpu_node("a"), gpu_node("b")])
+    (fault,) = caught.value.faults
+    assert fault.startswith("shared_gpu is 'nccl', but no node has room for all 4 actors (a (10.0.0.1) has ")
+    assert fault.endswith(
+        "and NCCL connects actors of one GPU on one node only: set resources.gpus to 0.25, so that all are on one, "
+        "or leave shared_gpu out"
+    )
+    with pytest.raises(rp.ConfigError, match="one node only: leave shared_gpu out"):
+        foreseen([gpu_node("a", cpus=1.0), gpu_node("b", cpus=1.0)], gpus=0.25)
+
+
+def test_a_placement_group_for_actors_that_share_over_nccl_is_on_one_node(monkeypatch):
+    table = {"bundles_to_node_id": {0: "a", 1: "b", 2: "b"}, "name": "a quota"}
+    monkeypatch.setattr(given_group, "placement_group_table", lambda group: table)
+    group = SimpleNamespace(id=SimpleNamespace(hex=lambda: "c0ffee"))
+    given_group.demand_one_node(group, {1, 2})
+    with pytest.raises(rp.ConfigError, match=r"'a quota' \(c0ffee\) has its bundles on 2 nodes, .* STRICT_PACK"):
+        given_group.demand_one_node(group, {0, 1})
 
 
 PLACED = """
