@@ -155,7 +155,7 @@ def start_actors(
 
 
 def _connect_within(undo: ExitStack) -> bool:
-    """Connect to Ray, and disconnect if an exception leaves the context. Return whether this process started it."""
+    """Connect to Ray, and disconnect if an exception leaves the context; return what ``_connect`` does."""
     with _own_sigterm():
         owns = _connect()
     if owns:
