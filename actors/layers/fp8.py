@@ -1,10 +1,10 @@
 """Linear layers whose matrix products are in fp8, with a scale for each row of a factor.
 
 A product rounds both factors to E4M3 (Micikevicius et al. 2022) when it is computed ("dynamic scaling"), along the dim
-that it sums over: a row of activations or of gradients, and an output or an input of the weight. Sums are in fp32, and
-results in the dtype of the input. The gradients of weights are not in fp8, as in torchao's recipe
-``rowwise_with_gw_hp``. Scales are powers of two, so another scale rounds a number to the same one, unless it is less
-than 2^-14 of the largest in its row. So a row can be divided over actors without a message for its largest number.
+that it sums over: a row of activations or of gradients, and an output or an input of the weight. Results have the dtype
+of the input. The gradients of weights are not in fp8, as in torchao's recipe ``rowwise_with_gw_hp``. Scales are powers
+of two, so another scale rounds a number to the same one, unless it is less than 2^-13 of the largest in its row. So a
+row can be divided over actors without a message for its largest number.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXPONENT = 0x7F80_0000  # the bits of a float32's exponent
 
 
 class Fp8Linear(ProductsLinear):
-    """``nn.Linear`` with products in fp8: (..., in) -> (..., out). Its parameters and its bias's sum are not in fp8."""
+    """``nn.Linear`` with products in fp8: (..., in) -> (..., out). Its parameters are not in fp8."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear_product(self.products, input, self.weight, self.bias)
@@ -74,7 +74,7 @@ def _scaled_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
     left, of_left = to_fp8(rows.contiguous())
     right, of_right = to_fp8(weight.contiguous())
     kind = F.ScalingType.RowWise
-    # With fast accumulation, as torchao's rowwise recipes: without it the kernel is as slow as bf16's (pytorch#147971).
+    # Fast accumulation keeps fewer bits than fp32. torchao's rowwise recipe has it too: the kernel is slow without it.
     return F.scaled_mm(
         left, right.t(), of_left, kind, of_right.t(), kind, bias=bias, output_dtype=rows.dtype, use_fast_accum=True
     )

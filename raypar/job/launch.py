@@ -120,9 +120,8 @@ def launch_in(
         folder = None if run.folder is None else absolute(run.folder)
         seen = None if may_lack_folder else folder
         with launching(world.size):
-            unfit = WITHOUT_FP8 if run.precision.compute == "fp8" else ()
-            asked = run.resources, run.shared_gpu, unfit
-            actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group, *asked)
+            chosen = run.resources, run.shared_gpu, WITHOUT_FP8 if run.precision.compute == "fp8" else ()
+            actors = start_actors(RayparActor, world, run.device, name, waits, run.spares, seen, group, *chosen)
             undo.callback(actors.end)
             if may_lack_folder and folder is not None and (blind := without_folder(living_nodes(), folder)):
                 log.warning(

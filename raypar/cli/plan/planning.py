@@ -153,6 +153,9 @@ def _request_faults(args: PlanArgs, run: Run, words: Sequence[str]) -> Iterator[
         yield "plan --gpus prices a GPT or a Llama: of your own Layers no FLOPs are known"
     if isinstance(run.mesh.tp, str):
         yield f"mesh.tp is {run.mesh.tp!r}, a grid, which plan --gpus does not price: give a number, or leave it out"
+    if run.precision.compute == "fp8":
+        what = "precision.compute is 'fp8', whose speed plan --gpus does not know"
+        yield f"{what}: rank layouts with --precision bf16, which takes the same bytes, and train with fp8"
     for flag in _SEARCHED:
         if any(values_of(flag, words)):
             yield f"{flag} is searched by plan --gpus, and follows from the batch and the axes: leave it out"
@@ -206,9 +209,7 @@ def _planned(
     best = ranking.best[0]
     yield f"{cluster}"
     many = short_count(num_parameters(model))
-    timed = " (timed as bf16)" if run.precision.compute == "fp8" else ""
-    amount = f"{space.batch:,} sequences of {model.seq:,} tokens a step"
-    yield f"{many} parameters in {run.precision.compute}{timed}, {amount}"
+    yield f"{many} parameters in {run.precision.compute}, {space.batch:,} sequences of {model.seq:,} tokens a step"
     yield f"{ranking.looked:,} layouts looked at, {len(ranking.all):,} fit; {_best_shown(ranking)}:"
     yield from ("", *mesh_table(ranking), "")
     how = "from the calibration" if best.calibrated else "simulated" if best.simulated else "in closed form"

@@ -130,7 +130,8 @@ def start_actors(
     built, count = torch.backends.cuda.is_built(), world.size + spares  # the actors' torch is the same build
     _announce(world, device, count, resources.cpus, built=built)
     with ExitStack() as undo:
-        owns, grows = _joined(undo), waits.nodes > 0
+        owns = _connect_within(undo)
+        grows = waits.nodes > 0
         nodes = _roomy(world, count, resources.cpus, grows=grows)
         gpus = _num_gpus(nodes, group)
         share = share_of(device, resources, count, gpus, built=built, grows=grows, shared_gpu=shared_gpu)
@@ -153,6 +154,15 @@ def start_actors(
     return Actors(handles, owns, driver_id(), share.device, create, partial(claimed, share=share), bundles, waits.nodes)
 
 
+def _connect_within(undo: ExitStack) -> bool:
+    """Connect to Ray, and disconnect if an exception leaves the context; return what ``_connect`` does."""
+    with _own_sigterm():
+        owns = _connect()
+    if owns:
+        undo.push(_disconnect)
+    return owns
+
+
 def _announce(world: World, device: DeviceChoice, actors: int, cpus: float, *, built: bool) -> None:
     """Log that actors start. Raises ConfigError if their torch lacks CUDA, or a Ray of our own CPUs for them."""
     demand_build(device, built=built)
@@ -160,15 +170,6 @@ def _announce(world: World, device: DeviceChoice, actors: int, cpus: float, *, b
         raise ConfigError(faults)
     crowds = not ray.is_initialized() and starts_own_ray() and world.size > num_cores()
     log.info("starting %d actor%s%s", actors, "s" * (actors != 1), _SHARING if crowds else "", extra=DETAIL)
-
-
-def _joined(undo: ExitStack) -> bool:
-    """Connect to Ray, or start one, which ends with the context. Returns whether it was started."""
-    with _own_sigterm():
-        owns = _connect()
-    if owns:
-        undo.push(_disconnect)
-    return owns
 
 
 def _num_gpus(nodes: Sequence[Node], group: PlacementGroup | None) -> int:

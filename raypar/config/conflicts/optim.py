@@ -117,23 +117,24 @@ def _fp8_size_faults(examined: Examined) -> Iterator[str]:
     if run.precision.compute != "fp8" or not isinstance(model, Transformer) or run.mesh.grid is not None:
         return
     examined.demand("model", "mesh")
+    tp, moe = math.lcm(*run.mesh.rank_tp or (run.mesh.tensor_ranks,)), model.moe
+    each = FP8_MULTIPLE * tp
+    is_gpt = isinstance(model, GPT)  # the width of its MLPs is a multiple of hidden
     if model.hidden % FP8_MULTIPLE:
-        yield _fp8_fault("model.hidden", model.hidden, FP8_MULTIPLE)
-    tp = math.lcm(*run.mesh.rank_tp or (run.mesh.tensor_ranks,))
+        yield _fp8_fault("model.hidden", model.hidden, each if is_gpt else FP8_MULTIPLE)
     heads = {"heads": model.heads, "kv_heads": model.num_kv_heads}
     for field, count in heads.items():
-        own = count // tp if count % tp == 0 else 1  # heads of keys and values that tp does not divide are whole
+        own = count // tp if count % tp == 0 else 1  # of keys and values that tp does not divide, an actor has one head
         if own * model.head_size % FP8_MULTIPLE:
             what = f"{own} x {model.head_size} outputs of model.{field} on an actor"
             yield f"precision.compute is 'fp8', which takes multiples of {FP8_MULTIPLE}, but not {what}: {_HEADS}"
             break
-    each = FP8_MULTIPLE * tp
-    has_mlp = model.moe is None or model.moe.residual or not all(map(model.num_experts, range(model.layers)))
-    if has_mlp and model.mlp_width % each and not (isinstance(model, GPT) and tp == 1 and model.hidden % FP8_MULTIPLE):
-        field, size = ("hidden", model.hidden) if isinstance(model, GPT) else ("ffn", model.mlp_width)
+    has_mlps = moe is None or moe.width is None or moe.residual or not all(map(model.num_experts, range(model.layers)))
+    if has_mlps and model.mlp_width % each and not (is_gpt and model.hidden % FP8_MULTIPLE):
+        field, size = ("hidden", model.hidden) if is_gpt else ("ffn", model.mlp_width)
         yield _fp8_fault(f"model.{field}", size, each)
-    if model.moe is not None and model.moe.width is not None and model.moe.width % each:
-        yield _fp8_fault("model.moe.width", model.moe.width, each)
+    if moe is not None and moe.width is not None and moe.width % each:
+        yield _fp8_fault("model.moe.width", moe.width, each)
 
 
 def _fp8_fault(field: str, size: int, each: int) -> str:

@@ -104,6 +104,7 @@ def test_axes_that_are_given_are_kept():
         ("--mesh.tp 4 --mesh.pp 4", ("--mesh.tp 4 --mesh.pp 4 make 16 ranks",)),
         ("--batch 1000000000000", ("a step of 1,000,000,000,000 sequences",)),
         ("--model.moe.experts 6 --mesh.ep 4", ("--mesh.ep 4 does not divide 6 experts",)),
+        ("--precision fp8", ("precision.compute is 'fp8', whose speed", "rank layouts with --precision bf16")),
     ],
 )
 def test_axes_that_no_layout_has_are_told_each_with_its_fix(words, parts):

@@ -49,6 +49,8 @@ OWN = rp.Layers(lambda: [torch.nn.Linear(16, 16)], torch.nn.functional.mse_loss)
         ({"data_parallel": "parameter_server"}, "parameter servers hold fp32"),
         ({"resources": rp.Resources(accelerator_type="A100")}, "'A100', which does not multiply fp8: take H100, say"),
         ({"model": rp.GPT(hidden=264, heads=4, head_width=64)}, "model.hidden is 264: set it to 256 or 272"),
+        ({"model": rp.GPT(hidden=264, heads=4, head_width=64), "mesh": rp.Mesh(tp=2)}, "x tp 2, but model.hidden is"),
+        ({"model": replace(WIDE, ffn=700, moe=rp.MoE(experts=4))}, "model.ffn is 700: set it to 688 or 704"),
         ({"model": replace(WIDE, ffn=700)}, "model.ffn is 700: set it to 688 or 704"),
         ({"model": replace(WIDE, ffn=720), "mesh": rp.Mesh(tp=2)}, "16 x tp 2, but model.ffn is 720: set it to 704 or"),
         ({"model": rp.Llama(hidden=256, heads=3, head_width=8)}, "not 3 x 8 outputs of model.heads"),
