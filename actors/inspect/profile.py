@@ -54,8 +54,12 @@ class StepProfiler:
         self._actor, self._device, self._gpu = actor, device, "cuda" if device.kind == "cuda" else None
         self._ranks = {"rank": rank, "world_size": size}
 
+    def records(self, step: int, count: int) -> bool:
+        """Return whether the run asks for a record of a step, counted from 0, or of one of ``count`` that overlap."""
+        return self._first <= step + count and step + 1 <= self._last
+
     def take(self, step: int, count: int, take: Callable[[], StepResult]) -> StepResult:
-        """Take a step, or several that overlap, and record and write it if it is among those that the run asks for.
+        """Take a step, or several that overlap, and record and write it.
 
         Args:
             step: The number of the first one, counted from 0.
@@ -65,8 +69,6 @@ class StepProfiler:
         Returns:
             The result of ``take``, with what has become of the profile.
         """
-        if self._last < step + 1 or step + count < self._first:
-            return take()
         if not _IS_RECORDING.acquire(blocking=False):
             return replace(take(), profile="torch records one thread of a process, now that of another actor")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes two lines for each step to stderr

@@ -268,7 +268,8 @@ class Stage:
         self._later = _worth_leaving(self.modules, self._linears.others(self.shared)) if leaves else ()
         self.modules = self._linears.modules
         self._deferred: dict[_Key, DeferredGradients] = {}  # gradients that are left for backward_weight
-        self._train, self._twice = True, InPlaceGuard()  # copies the stage's inputs if the first layer writes into them
+        self._train, self._has_mode = True, False  # whether the modules were set to that mode
+        self._twice = InPlaceGuard()  # copies the stage's inputs if the first layer writes into them
         self._changing = ForwardState(*self.modules, writes=self._writes)
         self.step_buffers = StepBuffers(self._changing)
         # Inputs, graph, buffers, target. With "full" recomputation there is no graph yet, else no buffers.
@@ -348,9 +349,12 @@ class Stage:
             self.model.slices.begin()
         if train or self._train:  # nothing changes between two evaluations; each token of a generation is one
             for module in self.modules:
-                if any(part.training != train for part in submodules([module])):
+                is_set = (
+                    self._has_mode and train == self._train
+                )  # an own ``train`` may keep parts of it in another mode
+                if not is_set or any(part.training != train for part in submodules([module])):
                     module.train(train)
-        self._train = train
+        self._train, self._has_mode = train, True
         if train:
             self._writes.first.clear()
             self.step_buffers.begin()

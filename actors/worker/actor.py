@@ -222,7 +222,10 @@ class RayparActor:
         member = there(self._member)
         with self._refusals.attempt(begins=member.context.label):
             take = partial(worker_in(member).run, stream=stream) if stream else member.run
-            result = member.profiler.take(step, max(1, stream), partial(take, "train", step, epoch))
+            if member.profiler.records(step, max(1, stream)):
+                result = member.profiler.take(step, max(1, stream), partial(take, "train", step, epoch))
+            else:
+                result = take("train", step, epoch)
             copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
             return replace(result, copied=copied, printed=self.printed())
 

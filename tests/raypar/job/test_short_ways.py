@@ -54,7 +54,11 @@ def job_of(run, depths):
     calls = ThreadCalls(handles, team.world, 90.0)
     loaded = LoadedRun(run, team.programs["train"], team.world, calls, Skeleton(run.model, run.seed))
     starter = SimpleNamespace(
-        is_due=lambda: False, lacks_copies=lambda stops: False, copy_due=lambda step: 0, learn=lambda *_: None
+        is_due=lambda: False,
+        lacks_copies=lambda stops: False,
+        copy_due=lambda step: 0,
+        learn=lambda *_: None,
+        active=SimpleNamespace(utilisation=None),
     )
     job = Job.__new__(Job)
     job._loop = TrainingLoop(Lasting(), "cpu", loaded, Record(run), starter)

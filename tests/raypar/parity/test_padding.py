@@ -47,7 +47,7 @@ def of_model(name, **settings):
     return run_of(gpt(**MODELS[name]), data=rp.Batches(padded, lengths=lengths), **settings)
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_leave_the_padding_of_batches_out(name, layout):
@@ -56,6 +56,7 @@ def test_experts_leave_the_padding_of_batches_out(name, layout):
     assert not differences(run, padding=0)
 
 
+@pytest.mark.long
 def test_the_oracle_notices_padding_that_is_routed():
     run = of_model("switch")
     run = replace(run, data=rp.Batches(padded))
