@@ -18,7 +18,7 @@ from raypar.actors.specs.run import Run
 from raypar.paths import PROFILED_TIMES, PROFILES, absolute
 from raypar.reporting.run_folder.damage import DamagedError, json_of
 from raypar.reporting.run_folder.metrics_line import Figure, Number
-from raypar.reporting.run_folder.timeline_rows import Rows, timeline_of
+from raypar.reporting.run_folder.timeline_rows import TimelineRows, timeline_of
 from raypar.schedules.drawing.chrome_trace import chrome_trace
 from raypar.schedules.formatting import steps_in_words
 from raypar.schedules.schedule import Schedule
@@ -100,19 +100,12 @@ class _Head:
 
 
 @dataclass(frozen=True)
-class _Actions:
-    """The schema of one timeline."""
-
-    actions: Rows
-
-
-@dataclass(frozen=True)
 class _Times:
     """The schema of the times of a step."""
 
     steps_taken: Number
     wall: Figure
-    timelines: Annotated[list[_Actions], FailFast()]
+    timelines: Annotated[list[TimelineRows], FailFast()]
 
 
 class Merged(NamedTuple):

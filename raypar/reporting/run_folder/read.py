@@ -37,7 +37,7 @@ from raypar.reporting.run_folder.damage import MOST_FAULTS, DamagedError, json_o
 from raypar.reporting.run_folder.failure_line import FailureLine
 from raypar.reporting.run_folder.forecast import Forecast, forecast_in
 from raypar.reporting.run_folder.metrics_line import EvaluationLine, Figure, Number, StepLine, figures_of
-from raypar.reporting.run_folder.timeline_rows import Rows, timeline_of
+from raypar.reporting.run_folder.timeline_rows import TimelineRows, timeline_of
 from raypar.schedules.checking.check import check
 from raypar.schedules.passes.lower import lower
 from raypar.schedules.reading.torch_csv import from_csv
@@ -116,18 +116,11 @@ class Past:
 
 
 @dataclass(frozen=True)
-class _Actions:
-    """The schema of one timeline."""
-
-    actions: Rows
-
-
-@dataclass(frozen=True)
 class _Measured:
     """The schema of the timelines file."""
 
     step: Number
-    timelines: Annotated[list[_Actions], FailFast()]
+    timelines: Annotated[list[TimelineRows], FailFast()]
 
 
 def read(folder: Path) -> Past:

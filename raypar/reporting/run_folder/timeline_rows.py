@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import FailFast
@@ -29,6 +29,13 @@ class EventRow(NamedTuple):
 
 
 Rows = Annotated[list[EventRow], FailFast()]
+
+
+@dataclass(frozen=True)
+class TimelineRows:
+    """The schema of one timeline."""
+
+    actions: Rows
 
 
 def rows_of(timeline: Timeline) -> list[list[Any]]:
