@@ -23,13 +23,6 @@ _LEAST = 2.0**-100  # of the largest number of a row, so that a row of zeros has
 _EXPONENT = 0x7F80_0000  # the bits of a float32's exponent
 
 
-class Fp8Linear(ProductsLinear):
-    """``nn.Linear`` with products in fp8: (..., in) -> (..., out). Its parameters are not in fp8."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear_product(self.products, input, self.weight, self.bias)
-
-
 def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Round rows to fp8, each with its scale: the largest power of two with which no number is too large.
 
@@ -81,4 +74,12 @@ def _scaled_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 FP8 = Products(_linear, _inner)
-Fp8Linear.products = FP8
+
+
+class Fp8Linear(ProductsLinear):
+    """``nn.Linear`` with products in fp8: (..., in) -> (..., out). Its parameters are not in fp8."""
+
+    products = FP8
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear_product(self.products, input, self.weight, self.bias)

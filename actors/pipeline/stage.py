@@ -348,10 +348,8 @@ class Stage:
         if self.model.slices is not None:
             self.model.slices.begin()
         if train or self._train:  # nothing changes between two evaluations; each token of a generation is one
+            is_set = self._has_mode and train == self._train  # an own ``train`` may keep parts in another mode
             for module in self.modules:
-                is_set = (
-                    self._has_mode and train == self._train
-                )  # an own ``train`` may keep parts of it in another mode
                 if not is_set or any(part.training != train for part in submodules([module])):
                     module.train(train)
         self._train, self._has_mode = train, True

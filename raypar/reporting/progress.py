@@ -28,7 +28,7 @@ from raypar.schedules.float_sum import float_sum
 log = logging.getLogger("raypar")
 
 _BAR = 16  # columns of the bar
-_DROPPED = (
+_DROPPED = (  # first what goes first
     "memory",
     "bubble",
     "mfu",
@@ -39,7 +39,7 @@ _DROPPED = (
     "speed",
     "loss",
     "skipped",
-)  # first what goes first
+)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from raypar.schedules.timeline import Call, Event, Timeline
 Moved = Mapping[tuple[str, str], tuple[int, int]]  # by (axis, op): calls and bytes
 
 _AT_ONCE = 20e-6  # seconds between two calls, in which nothing else is done
-_TIMES = (
+_TIMES = (  # fields that say nothing of a step by hand
     "tokens_per_s",
     "step_ms",
     "bubble",
@@ -37,7 +37,7 @@ _TIMES = (
     "overlap",
     "mfu",
     "hfu",
-)  # fields that say nothing of a step by hand
+)
 
 
 def unit_of(run: Run) -> str:

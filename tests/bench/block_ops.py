@@ -7,61 +7,27 @@ thread of this process. In bf16 raypar adds gradients up in fp32, and transforme
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
 
 import torch
 
 import raypar as rp
-from raypar.actors.autograd.torch_private import DispatchMode
 from raypar.actors.specs.precision import DType
 from tests.bench.arguments import parse_words, parser_of
 from tests.bench.tables import Table
+from tests.support.dispatched_ops import DispatchedOps, Ops, ops_of_a_step
 from tests.support.quiet_transformers import is_there
 from tests.support.team import Team
 
 HIDDEN, HEADS, KV_HEADS, SEQ, VOCAB = 32, 4, 2, 16, 256
 ACTIONS = {"0F0": "F", "0B0": "B, first of a step", "0B1": "B, further"}
-_NO_KERNELS = ("aten._unsafe_view", "aten.empty", "aten.new_empty")  # beside views
-
-
-class Ops(NamedTuple):
-    """How often each op was dispatched.
-
-    Attributes:
-        kernels: Ops that compute or copy.
-        views: Views, and new memory: these start nothing on a GPU.
-    """
-
-    kernels: Counter[str]
-    views: Counter[str]
-
-    def __sub__(self, fewer: Ops) -> Ops:
-        return Ops(self.kernels - fewer.kernels, self.views - fewer.views)
-
-
-class CountedOps(DispatchMode):
-    """Counts the ops that its thread dispatches."""
-
-    only_looks = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops = Ops(Counter(), Counter())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        counted = self.ops.views if func.is_view or name.startswith(_NO_KERNELS) else self.ops.kernels
-        counted[name] += 1
-        return func(*args, **kwargs or {})
 
 
 @contextmanager
 def counted(found: dict[str, Ops], action: str) -> Iterator[None]:
     """Add the ops of an action."""
-    with CountedOps() as mode:
+    with DispatchedOps() as mode:
         yield
     found[action] = mode.ops
 
@@ -70,20 +36,7 @@ def of_raypar(model: rp.GPT | rp.Llama, dtype: DType) -> dict[str, Ops]:
     """Return the ops of each action of the second step of one actor."""
     team = Team.of(rp.Run(model=model, precision=rp.Precision(dtype), microbatches=2, steps=2))
     team.step()
-
-    def step(actor: Any) -> dict[str, Ops]:
-        found: dict[str, Ops] = {}
-        actor.start_step(1, 0)
-        for action in team.programs["train"].rows[0]:
-            with counted(found, str(action)):
-                actor.act(action)
-        actor.end_step(1)
-        return found
-
-    (found,) = team.each(step)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    return ops_of_a_step(team)
 
 
 def of_transformers(model: rp.GPT | rp.Llama, dtype: DType) -> dict[str, Ops]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
+import raypar as rp
 from raypar.actors.collective.group import Group
 
 TIMEOUT = 60.0  # seconds: of a wait in the group, and of a call to an actor
@@ -52,3 +55,13 @@ def visible_gpus(group: Group) -> tuple[str, int, str]:
 def group_classes(actor: Any) -> list[str]:
     """Return the names of the classes of an actor's groups; ``actor`` is its instance."""
     return sorted({type(group).__name__ for group in actor._joined.values()})
+
+
+def demand_death_is_seen(job: rp.Job, cluster: Any, seconds: float) -> None:
+    """Take a step, kill the second actor of a job, and assert that the next step fails within so many seconds."""
+    job.step()
+    cluster.kill(job._loop.loaded.handles[1])
+    start = time.monotonic()
+    with pytest.raises(rp.JobError, match="died"):
+        job.step()
+    assert time.monotonic() - start < seconds

@@ -3,48 +3,62 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any, NamedTuple
 
 from raypar.actors.autograd.torch_private import DispatchMode
+from tests.support.team import Team
 
-_NO_KERNELS = frozenset({"aten::lift_fresh", "aten::empty", "aten::new_empty", "aten::empty_like"})
+_NO_KERNELS = ("aten._unsafe_view", "aten.lift_fresh", "aten.empty", "aten.new_empty", "profiler.")  # beside views
+
+
+class Ops(NamedTuple):
+    """How often each op was dispatched.
+
+    Attributes:
+        kernels: Ops that compute or copy.
+        views: Views, new memory and marks of the profiler: these start nothing on a GPU.
+    """
+
+    kernels: Counter[str]
+    views: Counter[str]
+
+    def __sub__(self, fewer: Ops) -> Ops:
+        return Ops(self.kernels - fewer.kernels, self.views - fewer.views)
 
 
 class DispatchedOps(DispatchMode):
-    """While it is active, ``ops`` counts what runs a kernel, by its name; views and allocations are left out."""
+    """Counts the ops that its thread dispatches while it is active."""
 
-    def __init__(self):
+    only_looks = True
+
+    def __init__(self) -> None:
         super().__init__()
-        self.ops = Counter()
+        self.ops = Ops(Counter(), Counter())
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if runs_a_kernel(func):
-            self.ops[str(func)] += 1
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        counted = self.ops.views if func.is_view or name.startswith(_NO_KERNELS) else self.ops.kernels
+        counted[name] += 1
         return func(*args, **kwargs or {})
 
 
-def runs_a_kernel(func):
-    """Whether an op is neither a view nor an allocation, nor a mark of the profiler."""
-    name = func._schema.name
-    is_view = func.is_view or name in ("aten::detach", "aten::_unsafe_view")
-    return not is_view and name not in _NO_KERNELS and not name.startswith("profiler::")
+def ops_of_a_step(team: Team, number: int = 1) -> dict[str, Ops]:
+    """Return the ops of each action in a step of the first actor of a team; ``begin`` and ``end`` enclose them."""
+    rows = team.programs["train"].rows
 
-
-def ops_of_a_step(team, number=1):
-    """The ops of each kind of action in a step of the first actor of a team; ``begin`` and ``end`` enclose them."""
-
-    def counted(actor):
-        found, row = {}, program.rows[team.world.row(team.all.index(actor))]
+    def step(actor: Any) -> dict[str, Ops]:
+        row = rows[team.world.row(team.all.index(actor))]
         calls = [("begin", lambda: actor.start_step(number, 0))]
-        calls += [(action.op.name, lambda action=action: actor.act(action)) for action in row]
+        calls += [(str(action), lambda action=action: actor.act(action)) for action in row]
+        found: dict[str, Ops] = {}
         for name, call in (*calls, ("end", lambda: actor.end_step(number))):
             with DispatchedOps() as mode:
                 call()
-            found[name] = found.get(name, Counter()) + mode.ops
+            found[name] = mode.ops
         return found
 
-    program = team.programs["train"]
-    first, *others = team.each(counted)
-    errors = [one for one in (first, *others) if isinstance(one, Exception)]
-    if errors:
-        raise errors[0]
-    return first
+    found = team.each(step)
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return found[0]

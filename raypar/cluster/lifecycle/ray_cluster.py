@@ -30,7 +30,7 @@ from raypar.cluster.interrupts import Sigterm
 from raypar.cluster.lifecycle.actors import Actors, driver_id
 from raypar.cluster.lifecycle.claims import Claim, actor_name, claimed
 from raypar.cluster.lifecycle.replacement_actors import ActorBundle
-from raypar.cluster.nodes.nodes import demand_alike, demand_other_accelerators, living_nodes
+from raypar.cluster.nodes.nodes import demand_alike, demand_fp8_accelerators, living_nodes
 from raypar.cluster.placement.devices import ActorResources, demand_build, share_of
 from raypar.cluster.placement.given_group import (
     bundles_of_group,
@@ -120,7 +120,7 @@ def start_actors(
         group: The placement group of the actors; None for that of this task, if it has room, or new ones.
         resources: The resources of each actor besides the GPUs of ``gpu_share``.
         shared_gpu: How actors of one GPU exchange tensors; over NCCL they are all on one node.
-        unfit: The kinds of accelerators that the run can't use, by Ray's names.
+        unfit: The kinds of accelerators that do not multiply fp8, if the run does, by Ray's names.
 
     Raises:
         ConfigError: If a demanded GPU is missing, or a node lacks what the run needs.
@@ -142,7 +142,7 @@ def start_actors(
             claim, nodes = _claim(world, nodes, share, strategy, spares, job, grows=grows)
             undo.callback(claim.give_back)
             claim.make()
-        demand_other_accelerators(nodes, unfit if share.device == "cuda" else ())
+        demand_fp8_accelerators(nodes, unfit if share.device == "cuda" else ())
         demand_alike(nodes, folder)
         if claim is not None:
             claim.wait(max(waits))

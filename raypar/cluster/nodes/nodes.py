@@ -110,12 +110,12 @@ def _answer(call: Any) -> dict[str, Any] | str:
         return ray_error_reason(error)
 
 
-def demand_other_accelerators(nodes: Sequence[Node], unfit: Collection[str]) -> None:
-    """Refuse nodes whose accelerators a run can't use.
+def demand_fp8_accelerators(nodes: Sequence[Node], unfit: Collection[str]) -> None:
+    """Refuse nodes whose accelerators do not multiply fp8.
 
     Args:
         nodes: The nodes that get actors on GPUs.
-        unfit: The kinds of accelerators that it can't use, by Ray's names.
+        unfit: The kinds of accelerators that do not, by Ray's names; none if the run does not compute in fp8.
 
     Raises:
         ConfigError: Some nodes have such accelerators; each is named, with what to do.

@@ -68,15 +68,12 @@ def reasons(ranking: Ranking, space: Space) -> Iterator[str]:
         space: What there was to choose from.
     """
     best = ranking.best[0]
-    meshes = {one.family for one in ranking.best[1:]}  # the table has the best of these
-    found = [one for one in (*ranking.all, *ranking.near) if one.family not in meshes]
+    here = [one for one in (*ranking.all, *ranking.near) if one.family == best.family]  # the table has others' best
     for name, value in best.choices.items():
-        others = [one for one in (*ranking.best, *found) if one.choices[name] != value]
+        others = [one for one in (*ranking.best, *here) if one.choices[name] != value]
         if not others:
             yield f"{name} {value}: {_alone(name, best, space)}"
             continue
-        if name in _AXES:  # of an axis the table has the best; another choice may be better on the mesh it is for
-            others = [one for one in ranking.best if one.choices[name] != value] or others
         other = min(others, key=lambda one: _longer(one, best, simulated=_is_simulated(one, ranking)))
         text = against(other, best, simulated=_is_simulated(other, ranking))
         yield f"{name} {value}: the best with {name} {other.choices[name]} ({axes(other)}) {text}"

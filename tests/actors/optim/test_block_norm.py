@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from raypar.actors.optim.block_norm import BlockNorms, ExactSum, GradientBlocks, global_norm
 from raypar.actors.optim.votes import GradientTally
 from raypar.actors.sharding import block_of
+from tests.support.dispatched_ops import DispatchedOps
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -185,23 +185,12 @@ def test_portions_of_small_gradients_leave_no_trace(monkeypatch):
 
 
 def test_parameters_cost_no_ops_of_their_own():
-    class Counted(TorchDispatchMode):
-        ops = 0
-
-        @classmethod
-        def _should_skip_dynamo(cls):
-            return False  # torch would import its compiler
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.ops += 1
-            return func(*args, **kwargs or {})
-
     counts = []
     for count in (2, 8, 32):
         parameters = {f"w{index}": drawn(100 + index, index) for index in range(count)}
         blocks = GradientBlocks(parameters)
         blocks.norms(parameters)
-        with Counted() as mode:
+        with DispatchedOps() as mode:
             blocks.norms(parameters)
-        counts.append(mode.ops)
+        counts.append(sum(ops.total() for ops in mode.ops))
     assert counts[0] == counts[1] == counts[2] <= 4

@@ -22,7 +22,7 @@ def counts(layers, dp, precision, clip, zero=None):
     team = Team.of(run)
     team.step(0)
     found = ops_of_a_step(team)
-    return {name: found[name].total() for name in ("begin", "STEP", "end")}
+    return {name: found[name].kernels.total() for name in ("begin", "STEP", "end")}
 
 
 @pytest.mark.sampled

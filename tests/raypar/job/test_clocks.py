@@ -18,13 +18,13 @@ class Machines:
     """Calls to actors whose machines have other clocks; a wait changes from call to call."""
 
     def __init__(self, monkeypatch):
-        self.time, self.told, self._waits = 1000.0, {}, iter([0.2, 0.5, 0.01, 0.3, 0.4] * 2)
+        self.time, self.offsets, self._waits = 1000.0, {}, iter([0.2, 0.5, 0.01, 0.3, 0.4] * 2)
         monkeypatch.setattr(clocks.time, "perf_counter", lambda: self.time)
         monkeypatch.setattr(clocks.time, "time", lambda: self.time + 1e9)
 
     def answers(self, ranks, method, *args, seconds, group=""):
         if method == "set_clock":
-            self.told |= dict.fromkeys(ranks, args)
+            self.offsets |= dict.fromkeys(ranks, args)
             return {}
         (rank,) = ranks
         if rank == 3:
@@ -40,7 +40,7 @@ def test_other_machines_learn_what_to_add(monkeypatch):
     machines = Machines(monkeypatch)
     at = enumerate([HERE, FAR, FAR, SILENT, BESIDE])
     clocks.align(machines, {rank: Located("a", process) for rank, process in at})
-    assert machines.told == {1: pytest.approx((700.0, -20.0), abs=0.005), 2: machines.told[1]}, (
+    assert machines.offsets == {1: pytest.approx((700.0, -20.0), abs=0.005), 2: machines.offsets[1]}, (
         "the shortest wait counts"
     )
 
@@ -48,10 +48,10 @@ def test_other_machines_learn_what_to_add(monkeypatch):
 def test_one_machine_asks_nobody(monkeypatch):
     machines = Machines(monkeypatch)
     clocks.align(machines, {rank: Located("a", process) for rank, process in enumerate([HERE, BESIDE, HERE])})
-    assert (machines.told, machines.time) == ({}, 1000.0)
+    assert (machines.offsets, machines.time) == ({}, 1000.0)
 
 
 def test_a_container_with_clocks_of_its_own_is_asked(monkeypatch):
     machines = Machines(monkeypatch)
     clocks.align(machines, {0: Located("a", HERE), 1: Located("a", SHIFTED)})
-    assert machines.told == {1: pytest.approx((700.0, -20.0), abs=0.005)}
+    assert machines.offsets == {1: pytest.approx((700.0, -20.0), abs=0.005)}

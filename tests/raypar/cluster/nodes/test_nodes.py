@@ -15,7 +15,7 @@ from raypar.cluster.lifecycle import ray_cluster
 from raypar.cluster.nodes import nodes as cluster_nodes
 from raypar.cluster.nodes.nodes import (
     demand_alike,
-    demand_other_accelerators,
+    demand_fp8_accelerators,
     facts_of,
     living_nodes,
     versions_collector,
@@ -63,12 +63,12 @@ def test_nodes_whose_gpus_do_not_multiply_fp8_are_refused_by_name():
     kinds = {"a": "A100", "b": "H100", "c": "V100"}
     found = [replace(node(name, 4.0), total={"GPU": 8.0, f"accelerator_type:{kinds[name]}": 1.0}) for name in kinds]
     with pytest.raises(ConfigError) as caught:
-        demand_other_accelerators([*found, node("d", 4.0)], WITHOUT_FP8)
+        demand_fp8_accelerators([*found, node("d", 4.0)], WITHOUT_FP8)
     first, second = caught.value.faults
     assert first.startswith("node a (10.0.0.1) has A100 GPUs, which do not multiply fp8: set resources.accelerator_t")
     assert second.startswith("node c (10.0.0.1) has V100 GPUs")
-    demand_other_accelerators(found[1:2], WITHOUT_FP8)
-    demand_other_accelerators(found, ())
+    demand_fp8_accelerators(found[1:2], WITHOUT_FP8)
+    demand_fp8_accelerators(found, ())
 
 
 def test_nobody_is_asked_where_all_actors_are_on_the_drivers_node(monkeypatch):
