@@ -112,21 +112,36 @@ class Bucket:
         """Return a flat tensor (size,) of zeros: no parameter has a gradient."""
         return self._like.new_zeros(self.size)
 
-    def adopt(self, flat: Tensor) -> None:
+    def adopt(self, flat: Tensor, uses: Sequence[float]) -> None:
         """Make the gradients views of a flat tensor (size,) that was summed over the replicas.
 
         A parameter that no replica used gets the gradient None.
+
+        Args:
+            flat: The flat tensor.
+            uses: Its ``flags``, on the host.
         """
-        for name, gradient in self.gradients(flat):
+        for name, gradient in self.gradients(flat, uses):
             self.parameters[name].grad = gradient
 
-    def gradients(self, flat: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    def flags(self, flat: Tensor) -> Tensor:
+        """Return the flags of the parameters that an actor gets in a flat tensor (size,), in the order of ``summed``.
+
+        Summed over the replicas, a flag is 0 if no replica used the parameter.
+        """
+        return flat[self.elements :]
+
+    def gradients(self, flat: Tensor, uses: Sequence[float]) -> Iterator[tuple[str, Tensor | None]]:
         """Yield the gradients in a flat tensor (size,) that was summed over the replicas: (logical name, view).
 
         The gradient of a parameter that no replica used is None.
+
+        Args:
+            flat: The flat tensor.
+            uses: Its ``flags``, on the host.
         """
-        for name, uses in zip(self.parameters, flat[self.elements :].tolist(), strict=True):
-            yield name, self.view(name, flat) if uses else None
+        for name, count in zip(self.parameters, uses, strict=True):
+            yield name, self.view(name, flat) if count else None
 
     def empty_weights(self) -> Tensor:
         """Return an uninitialised flat tensor (elements,) for the weights."""
@@ -205,19 +220,24 @@ class CutBucket(Bucket):
     def sum_bytes(self) -> int:
         return self.layout.count * self.grad_dtype.itemsize
 
-    def gradients(self, flat: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    def flags(self, flat: Tensor) -> Tensor:
+        return flat[self.layout.count :] if self._is_packed(flat) else self.layout.own_flags(flat)
+
+    def gradients(self, flat: Tensor, uses: Sequence[float]) -> Iterator[tuple[str, Tensor | None]]:
         """Yield this actor's parts of the summed gradients: (logical name, view (elements,)).
 
         That of a parameter that no replica used is None.
 
         Args:
             flat: The flat tensor (size,), in which this actor's part is the sum; or this part alone, packed.
+            uses: Its ``flags``, on the host.
         """
-        is_packed = flat.numel() != self.size
-        flags = flat[self.layout.count :] if is_packed else self.layout.own_flags(flat)
-        for name, uses in zip(self.layout.own, flags.tolist(), strict=True):
-            part = self.layout.part if is_packed else self.layout.span
-            yield name, part(name, flat) if uses else None
+        part = self.layout.part if self._is_packed(flat) else self.layout.span
+        for name, count in zip(self.layout.own, uses, strict=True):
+            yield name, part(name, flat) if count else None
+
+    def _is_packed(self, flat: Tensor) -> bool:
+        return flat.numel() != self.size
 
 
 def pack(

@@ -194,9 +194,7 @@ class Reducer:
         self._start()
 
     def finish(self) -> None:
-        """Wait for every bucket, and replace the gradients by their sums over the replicas.
-
-        A gradient is None afterwards if another actor gets its sum, or if no replica used the parameter.
+        """Wait for every bucket.
 
         Raises:
             AssertionError: A stage was not flushed.
@@ -211,7 +209,14 @@ class Reducer:
         for handle in finishing:
             if handle is not None:
                 self._wait(handle)
-        self.sums.hand_over()
+
+    def hand_over(self) -> None:
+        """Replace the gradients by their sums over the replicas, after ``finish``.
+
+        A gradient is None afterwards if another actor gets its sum, or if no replica used the parameter. On a GPU it
+        waits for the reductions.
+        """
+        self.sums.hand_over(self.device)
 
     def settle(self, *, whole: bool = False) -> None:
         """Wait for all started reductions of an aborted step, and ignore their results.

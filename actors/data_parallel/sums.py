@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
 
 from raypar.actors.collective.group import Waitable
 from raypar.actors.data_parallel.buckets import Bucket, CutBucket
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.tensors import nbytes
 
@@ -102,18 +104,31 @@ class GradientSums:
         return None
 
     @torch.no_grad()
-    def hand_over(self) -> None:
-        """Make the sums the gradients of parameters, or of masters."""
+    def hand_over(self, device: ComputeDevice) -> None:
+        """Make the sums the gradients of parameters, or of masters.
+
+        Args:
+            device: The device that the sums are read from, all flags at once.
+        """
+        uses = self._uses(device)
         for number, bucket in enumerate(self.buckets):
             if number in self._sums and not self.is_off_device and not isinstance(bucket, CutBucket):
-                bucket.adopt(self._sums[number])
+                bucket.adopt(self._sums[number], uses[number])
                 continue
             bucket.drop_gradients()
             if number in self._sums:
-                self._to_masters(bucket, self._sums[number])
+                self._to_masters(bucket, self._sums[number], uses[number])
 
-    def _to_masters(self, bucket: Bucket, flat: Tensor) -> None:
-        for name, gradient in bucket.gradients(flat):
+    def _uses(self, device: ComputeDevice) -> dict[int, list[float]]:
+        """Return the flags of each bucket of whose sum this actor gets a part."""
+        flags = {number: self.buckets[number].flags(flat) for number, flat in self._sums.items()}
+        if not flags:
+            return {}
+        every = iter(device.read_back(torch.cat([*flags.values()]))().tolist())
+        return {number: list(islice(every, one.numel())) for number, one in flags.items()}
+
+    def _to_masters(self, bucket: Bucket, flat: Tensor, uses: Sequence[float]) -> None:
+        for name, gradient in bucket.gradients(flat, uses):
             if gradient is not None and gradient.dtype != self.masters[name].dtype:
                 with self.storage.accessible([gradient]):
                     gradient = self.storage.moved(gradient.to(self.masters[name].dtype), self._in_dtype.get(name))

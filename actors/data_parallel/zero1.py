@@ -15,6 +15,7 @@ from raypar.actors.data_parallel.buckets import CutBucket
 from raypar.actors.machine.offload_storage import OffloadStorage
 from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.step import Updater
+from raypar.actors.optim.votes import ReadBallot
 from raypar.actors.sharding import Shard
 from raypar.actors.specs.results import Updated
 
@@ -53,7 +54,7 @@ class ShardedUpdate:
         self._updater, self._weights = updater, weights
         self._most = len(weights) if most is None else most
 
-    def step(self, step: int, ballot: Tensor | None) -> Updated:
+    def step(self, step: int, ballot: ReadBallot) -> Updated:
         """Update this replica's part of the weights, and exchange all new weights with the other replicas.
 
         Args:

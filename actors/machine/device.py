@@ -10,6 +10,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -131,6 +132,13 @@ class ComputeDevice:
         """Move values from the host to this device."""
         return values
 
+    def read_back(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start to copy a tensor to the host, and return a function that waits for the copy and returns it.
+
+        The copy follows the work issued so far. A wait for later work of the device includes the wait for it.
+        """
+        return lambda: value
+
     def demand_fp8(self) -> None:
         """Raise ValueError if this is a GPU that does not multiply numbers in fp8."""
 
@@ -207,6 +215,9 @@ class Cuda(ComputeDevice):
     def to(self, values: Values) -> Values:
         return tuple([value if value.device == self.device else self._moved(value) for value in values])
 
+    def read_back(self, value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        return super().read_back(value) if value.device.type == "cpu" else partial(_waited, *self._pinned(value))
+
     def demand_fp8(self) -> None:
         if torch.cuda.get_device_capability(self.device) < FP8_CAPABILITY:
             kind = torch.cuda.get_device_name(self.device)
@@ -263,12 +274,22 @@ class Cuda(ComputeDevice):
         """Copy a value to the GPU through pinned memory, so that the copy does not wait for the GPU's queued work."""
         return (value.pin_memory() if value.device.type == "cpu" else value).to(self.device, non_blocking=True)
 
+    def _pinned(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Start to copy a value of the GPU into pinned memory; return the copy, and the event of its completion."""
+        copy = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        return copy, self._event()
+
     def _demand_gpu(self, index: int) -> torch.Generator:
         """Return the GPU's generator. Raises RuntimeError if there is no GPU."""
         if not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} finds no GPU in this process: see its CUDA build and driver")
         torch.cuda.init()
         return torch.cuda.default_generators[index]
+
+
+def _waited(copy: torch.Tensor, completed: torch.cuda.Event) -> torch.Tensor:
+    completed.synchronize()
+    return copy
 
 
 def device_of(kind: DeviceKind) -> ComputeDevice:

@@ -24,7 +24,7 @@ from raypar.actors.optim.masters import Masters
 from raypar.actors.optim.muon.matrix_exchange import CutMatrices, DividedMatrices
 from raypar.actors.optim.muon.muon_with_adamw import Optimizer
 from raypar.actors.optim.optimizer import build_optimizer, load_state, reserve_states, set_lr, state_tensors
-from raypar.actors.optim.votes import GradientTally, PendingReport, ReportedGradients
+from raypar.actors.optim.votes import GradientTally, PendingReport, ReadBallot, ReportedGradients
 from raypar.actors.optim.weight_average import WeightAverage
 from raypar.actors.optim.whole_squares import whole_squares
 from raypar.actors.specs.precision import FP16_MAX
@@ -41,7 +41,7 @@ class ParameterUpdate(Protocol):
     The methods are those of ``Updater``.
     """
 
-    def step(self, step: int, ballot: Tensor | None) -> Updated:
+    def step(self, step: int, ballot: ReadBallot) -> Updated:
         """Update the weights, or raise NonFiniteError."""
 
     def state(self) -> Iterator[tuple[str, str, Tensor]]:
@@ -97,15 +97,15 @@ class Updater:
         reserve_states(storage, self.run.optim, self._parameters, self.masters.shapes)
         self._average = None if self.run.ema is None else WeightAverage(self.run.ema, self.masters)
 
-    def step(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
+    def step(self, step: int, ballot: ReadBallot, change: Callable[[], object] | None = None) -> Updated:
         """Clip the gradients and update the parameters, unless a gradient or a loss is not finite on any actor.
 
         A step without targets changes nothing: no weight, no state of the optimizer, no scale of the loss.
 
         Args:
             step: Number of the step, from 0.
-            ballot: Sum of ``ballot_of`` over the replicas, (3,) float64, if this actor has it. Exactly one member of
-                the group reports it.
+            ballot: The sum of ``ballot_of`` over the replicas. Exactly one member of the group reports it. It is
+                called once, after the norms were read: on a GPU nothing is left to wait for then.
             change: Changes the gradients after their norm is known, directly before the update; None for no change.
 
         Returns:
@@ -117,16 +117,19 @@ class Updater:
                 a weight.
         """
         self._prepare()
-        return self._decide(step, ballot, self._count(ballot), change)
+        norms = self._block_norms()
+        votes = ballot()
+        return self._decide(step, votes, self._count(votes, norms), change)
 
     def begin(self, ballot: Tensor | None) -> PendingReport:
         """Start to sum the gradients' norms over the group. ``conclude`` ends the step with the sum.
 
         Args:
-            ballot: As in ``step``.
+            ballot: The sum of ``ballot_of`` over the replicas, if this actor has it.
         """
         self._prepare()
-        own, reported = self._tallies(ballot)  # the first is equal on all actors of a stage: all update, or none
+        # The first is equal on all actors of a stage: all update, or none.
+        own, reported = self._tallies(ballot, self._block_norms())
         is_plain = self._is_plain(own if ballot is not None else own._replace(correction=1.0))
         message = reported.message()
         handle = None if self.group is None else self.group.host.all_reduce(message)
@@ -195,10 +198,10 @@ class Updater:
             for gradients in self.masters.gradients(writes=True):
                 for gradient in gradients.values():
                     gradient.nan_to_num_(math.nan, most, -most)
-            tally = self._count(ballot)
+            tally = self._count(ballot, self._block_norms())
         if tally.correction != 1.0:
             self._scale_gradients(tally.correction)
-            tally = self._count(ballot)
+            tally = self._count(ballot, self._block_norms())
         total = tally.norm()
         if not tally.is_finite or not torch.isfinite(total):
             self._skip_or_raise(step, tally)
@@ -295,24 +298,25 @@ class Updater:
             own = list(gradients.values())
             scale_each(own, factor.to(own[0].device) if own and isinstance(factor, Tensor) else factor)
 
-    def _count(self, ballot: Tensor | None) -> GradientTally:
-        """Collect the gradient norms, the loss correction and the votes from all actors.
+    def _count(self, ballot: Tensor | None, norms: BlockNorms) -> GradientTally:
+        """Sum the gradient norms, the loss correction and the votes over all actors.
 
         The sums are those of integers, and one actor knows the correction, so no bit depends on the actors.
 
         Args:
-            ballot: As in ``step``.
+            ballot: As in ``begin``.
+            norms: The norms of this actor's gradients.
         """
-        _, reported = self._tallies(ballot)
+        _, reported = self._tallies(ballot, norms)
         if self.group is None:
             return reported
         message = reported.message()
         self.group.host.all_reduce(message).wait()
         return GradientTally.read(message)
 
-    def _tallies(self, ballot: Tensor | None) -> tuple[GradientTally, GradientTally]:
+    def _tallies(self, ballot: Tensor | None, norms: BlockNorms) -> tuple[GradientTally, GradientTally]:
         """Return the report on all that this actor knows, and the part of it that it reports to the group."""
-        dense, experts = whole_squares(self._block_norms(), self.tensors, self.experts)
+        dense, experts = whole_squares(norms, self.tensors, self.experts)
         own = GradientTally(dense + experts)
         if ballot is not None:
             tokens, expected, against = ballot.tolist()

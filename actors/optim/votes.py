@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from raypar.actors.collective.group import Handle
 from raypar.actors.optim.block_norm import ExactSum
+
+ReadBallot = Callable[[], Tensor | None]
+"""Returns the sum of ``ballot_of`` over the replicas, (3,) float64, if an actor has it. On a GPU it may wait."""
 
 
 class GradientTally(NamedTuple):

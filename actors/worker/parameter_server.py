@@ -117,7 +117,7 @@ class Server:
                 self.state.remember(step.notes)
             try:
                 with self.profiler.named(action):
-                    step.updates.append(self.state.take(step.number, ballot))
+                    step.updates.append(self.state.take(step.number, lambda: ballot))
             except NonFiniteError:
                 self._publish()  # unchanged weights, because the replicas wait for some
                 raise
@@ -160,7 +160,7 @@ class Server:
         with self.probe.idle():
             for bucket, flat, handle in zip(self._buckets, flats, handles, strict=True):
                 handle.wait(_WHOLE_STEP)
-                bucket.adopt(flat)
+                bucket.adopt(flat, bucket.flags(flat).tolist())
             if not self._counts_votes:
                 return None
             ballot = ballot_of(0, 0.0, sound=True)

@@ -23,7 +23,7 @@ from raypar.actors.models.tiles.tile_names import tile_of, untiled
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.optimizer import STATE_KEYS
 from raypar.actors.optim.step import ParameterUpdate, Updater
-from raypar.actors.optim.votes import PendingReport
+from raypar.actors.optim.votes import PendingReport, ReadBallot
 from raypar.actors.pipeline.stage import Stage
 from raypar.actors.relayout.handover import WantedTensor, boxes_of_parts, wanted_parts
 from raypar.actors.relayout.moves import Boxes
@@ -118,7 +118,7 @@ class WorkerState:
         for parameter in chain(self.part.parameters.values(), self.masters.values()):
             parameter.grad = None
 
-    def take(self, step: int, ballot: Tensor | None, change: Callable[[], object] | None = None) -> Updated:
+    def take(self, step: int, ballot: ReadBallot, change: Callable[[], object] | None = None) -> Updated:
         """Update the weights at the end of a step, or restore the buffers if the step is not taken.
 
         Otherwise running statistics would keep non-finite values.

@@ -82,6 +82,9 @@ class Stream:
         if self.reducer is not None:
             self.reducer.finish()
         self.context.synchronize()  # so that a failed message cannot reach the weights
+        if self.reducer is not None:
+            self.reducer.hand_over()
+        step.copy_losses(self.context.device)
         microbatches = range(action.microbatch * step.length, (action.microbatch + 1) * step.length)
         ballot = self.flow.ballot(microbatches)
         if self._is_validated:
@@ -103,7 +106,7 @@ class Stream:
             change = partial(self._feedback.extend, is_stale=action.microbatch in self._stale)
         try:
             with versions.updating(action):
-                step.updates.append(self.state.take(number, ballot, change))
+                step.updates.append(self.state.take(number, lambda: ballot, change))
         except NonFiniteError as error:
             message = str(error).replace("no weight was changed", "other stages may have updated already")
             raise ValueError(f"{message}, and resume from the last checkpoint") from None

@@ -230,8 +230,9 @@ class Worker:
             if step.is_train and self._stream is not None:
                 flushed = range(step.number, step.number + self.program.schedule.stream)
                 compare_if_due(self.context, self.parts.part, flushed, f"after step {flushed[-1] + 1}")
-        step.read_losses()
+        step.copy_losses(self._device)
         self._device.finish()
+        step.read_losses()
         step.now = None
         events, reducer = self._device.spans(step.events), self.parts.reducer
         computed = [event for event in events if event.action.op in COMPUTE]
@@ -310,21 +311,29 @@ class Worker:
         if self._stream is not None:
             self._stream.update(action, self._step)
             return
-        step, parts, ballot = self._step, self.parts, self._flow.ballot(range(self._step.length))
+        step, parts = self._step, self.parts
+        step.copy_losses(self._device)
         compare_if_due(self.context, parts.part, range(step.number, step.number + 1), f"in step {step.number + 1}")
         self._recheck.compare(step.number + 1)
         if parts.reducer is not None:
             parts.reducer.finish()
-            if ballot is not None:
-                parts.reducer.total(ballot)
         self.context.synchronize()  # so that a failed message cannot reach the weights
+        if parts.reducer is not None:
+            parts.reducer.hand_over()
         if parts.part.overflow is not None:
             parts.part.overflow.weight_gradients(parts.part.summed, parts.part.parts)
         if step.notes is not None:
             self.state.remember(step.notes)
         with self._routers.named(step.number):
-            step.updates.append(self.state.take(step.number, ballot))
+            step.updates.append(self.state.take(step.number, self._ballot))
         self._routers.balance(step.updates[-1])
+
+    def _ballot(self) -> Tensor | None:
+        """Return this actor's report of the step's losses, summed over the replicas; None if it computes no loss."""
+        ballot = self._flow.ballot(range(self._step.length))
+        if ballot is not None and self.parts.reducer is not None:
+            self.parts.reducer.total(ballot)
+        return ballot
 
     def _unshard(self, action: Action) -> None:
         """Start to gather the weights of a stage, if they are sharded or stored off the device."""

@@ -13,6 +13,7 @@ import json
 import sys
 import time
 import types
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -51,6 +52,7 @@ class Pretended(torch.Tensor):
 
     @data.setter
     def data(self, value):
+        torch.Tensor.data.__set__(self, value)  # shape, strides and dtype
         self.raw = value.raw
 
     def data_ptr(self):
@@ -109,16 +111,17 @@ LIBRARY.fallback(lambda op, *args, **kwargs: call(op, args, kwargs), "PrivateUse
 
 
 class Event:
-    """A moment of a stream that is always at its end."""
+    """A moment of a stream; the host waits for it unless it has waited for a later one."""
 
     def __init__(self, enable_timing=False):
         assert enable_timing
 
     def record(self, stream):
-        self.at = time.perf_counter()
+        self.at, self.waits = time.perf_counter(), len(READS)
 
     def synchronize(self):
-        READS.append("synchronize")
+        if self.waits == len(READS):
+            READS.append("synchronize")
 
     def elapsed_time(self, other):
         return 1e3 * (other.at - self.at)
@@ -141,9 +144,19 @@ class Place(Cuda):
     def _moved(self, value):
         return value.to(self.device, non_blocking=True)
 
+    def _pinned(self, value):
+        return bare(value).clone(), self._event()
+
     def mark(self):
         self.log.append(len(READS))
         return super().mark()
+
+
+class Messages(StagedGroup):
+    """Messages go through the host, which is not counted: over NCCL it reads none of them."""
+
+    def _read(self, tensor):
+        return bare(tensor).clone()
 
 
 class PretendedTeam(Team):
@@ -151,7 +164,7 @@ class PretendedTeam(Team):
 
     def _told(self, plans, actor):
         plan, groups = super()._told(plans, actor)
-        staged = {key: StagedGroup(group, DEVICE) for key, group in groups.items()}
+        staged = {key: Messages(group, DEVICE) for key, group in groups.items()}
         return replace(plan, device="cuda"), staged, Place()
 
 
@@ -242,9 +255,18 @@ def reads(layout):
     return {str(span.action): marks[2 * i + 1] - marks[2 * i] for i, span in enumerate(worker.events())}
 
 
-def ops(hidden, layers):
+def reads_of_replicas(zero):
+    """What the hosts of two replicas with several buckets read in a second step of both."""
+    _, team = outcome(PretendedTeam, LAYOUTS["dp=2"] | {"zero": zero})
+    READS.clear()
+    team.step(2)
+    return Counter(READS)
+
+
+def ops(hidden, layers, compute="fp32"):
     """The ops at the end of a second step of one rank; matrices are large from 256 hidden units on."""
-    layout = {"pp": 1, "clip": 1e-6, "optim": rp.AdamW(), **gpt(layers=layers, hidden=hidden)}
+    layout = {"pp": 1, "clip": 1e-6, "optim": rp.AdamW(), "precision": rp.Precision(compute)}
+    layout |= gpt(layers=layers, hidden=hidden, attention="materialised")
     _, team = outcome(PretendedTeam, layout)
     found = ops_of_a_step(team)
     return [found[name].kernels.total() for name in ("begin", "STEP", "end")]
@@ -280,8 +302,14 @@ def times():
 if __name__ == "__main__":
     some = [*LAYOUTS][:: int(sys.argv[1])]  # of every so many layouts one
     found = {"differences": {name: compare(LAYOUTS[name]) for name in some}}
-    found |= {"recomputed": recomputed(), "reads": reads({"pp": 1, **gpt()}), "times": times()}
-    widths, depths = ((16, 256), (2, 8, 32)) if int(sys.argv[1]) == 1 else ((256,), (2, 4))
-    found |= {"ops": {width: [ops(width, layers) for layers in depths] for width in widths}}
+    found |= {"recomputed": recomputed(), "times": times()}
+    is_all = int(sys.argv[1]) == 1
+    precisions = ("fp32", "bf16", "fp16") if is_all else ("bf16",)
+    one = {"pp": 1, **gpt(attention="materialised")}
+    found |= {"reads": {kind: reads(one | {"precision": rp.Precision(kind)}) for kind in precisions}}
+    found |= {"reads of replicas": {zero: reads_of_replicas(zero) for zero in range(2)}}
+    widths, depths = ((16, 256), (2, 8, 32)) if is_all else ((256,), (2, 4))
+    sizes = [(kind, width) for kind in precisions for width in widths]
+    found |= {"ops": {f"{kind} {width}": [ops(width, layers, kind) for layers in depths] for kind, width in sizes}}
     found |= {"norms": norms()}
     json.dump(found, sys.stdout)

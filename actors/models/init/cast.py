@@ -63,9 +63,8 @@ def cast(layers: Iterable[nn.Module], dtype: torch.dtype, gradients: torch.dtype
             continue
         key = storage_id(tensor)
         if key not in memory:
-            storage = tensor.untyped_storage()
-            flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            memory[key] = flat.to(dtype)
+            count = tensor.untyped_storage().nbytes() // tensor.itemsize
+            memory[key] = tensor.detach().as_strided((count,), (1,), 0).to(dtype)
         tensor.data = memory[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         if tensor.requires_grad:
             tensor.grad_dtype = None if tensor in once and gradients != dtype else gradients

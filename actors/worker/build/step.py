@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from raypar.actors.inspect.step import Notes
+from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.specs.results import Span, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.tensors import Values
@@ -31,6 +33,7 @@ class StepState:
         events: Spans of the actions done so far, in marks of the device's clock.
         values: By action, its outputs that another action still needs.
         computed: By microbatch, losses (scalar tensors) that were not read yet.
+        copied: Losses that are being copied to the host: by their microbatches, what waits for them (n,).
         losses: By microbatch, losses that were read.
         counts: By microbatch, the number of target elements.
         metrics: By microbatch, the user's metrics (see ``Model.metrics``); only in an evaluation.
@@ -51,6 +54,7 @@ class StepState:
     events: list[Span] = field(default_factory=list)
     values: dict[Action, Values] = field(default_factory=dict)
     computed: dict[int, Tensor] = field(default_factory=dict)
+    copied: dict[tuple[int, ...], Callable[[], Tensor]] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
     metrics: dict[int, Tensor] = field(default_factory=dict)
@@ -73,8 +77,14 @@ class StepState:
         """Return, for each metric of a microbatch, its sum and the number of elements in it."""
         return tuple((total, number) for total, number in self.metrics[microbatch].tolist())
 
-    def read_losses(self) -> None:
-        """Read the computed losses, all at once, because on a GPU reading waits for the computation."""
+    def copy_losses(self, device: ComputeDevice) -> None:
+        """Start to copy the computed losses to the host, all at once."""
         if self.computed:
-            self.losses |= zip(self.computed, torch.stack([*self.computed.values()]).tolist(), strict=True)
+            self.copied[tuple(self.computed)] = device.read_back(torch.stack([*self.computed.values()]))
             self.computed.clear()
+
+    def read_losses(self) -> None:
+        """Read the losses that are copied to the host. On a GPU it waits for the copies."""
+        for microbatches, read in self.copied.items():
+            self.losses |= zip(microbatches, read().tolist(), strict=True)
+        self.copied.clear()

@@ -28,7 +28,7 @@ from raypar.actors.mesh.world import ReplicaGroup
 from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.muon.matrix_exchange import CutMatrices
 from raypar.actors.optim.step import ParameterUpdate, Updater
-from raypar.actors.optim.votes import ReportedGradients
+from raypar.actors.optim.votes import ReadBallot, ReportedGradients
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import Muon
 from raypar.actors.specs.results import Updated
@@ -53,7 +53,7 @@ class ServedUpdate:
     def __init__(self, buckets: Sequence[Bucket], groups: Sequence[Group]) -> None:
         self._buckets, self._groups = buckets, groups
 
-    def step(self, step: int, ballot: Tensor | None) -> Updated:
+    def step(self, step: int, ballot: ReadBallot) -> Updated:
         """Receive the weights that the servers broadcast, and load them.
 
         If a server rejects the step with NonFiniteError, it broadcasts its unchanged weights. This method then loads
@@ -61,11 +61,12 @@ class ServedUpdate:
 
         Args:
             step: Number of the step (unused).
-            ballot: The votes of the replicas (unused: the servers count them).
+            ballot: Sends the votes of this replica; the servers count them.
 
         Returns:
             An empty ``Updated``: the servers report the norm and the learning rate.
         """
+        ballot()
         flats = [bucket.empty_weights() for bucket in self._buckets]
         groups = [self._groups[bucket.owner] for bucket in self._buckets]
         handles = [group.broadcast(flat, group.size - 1) for group, flat in zip(groups, flats, strict=True)]

@@ -163,6 +163,7 @@ def equal(ours, theirs):
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("here", "there"), PAIRS)
 def test_a_layout_reads_every_bit_that_another_has_written(here, there, tmp_path):
     team = Team.of(replace(RUN, **here))
@@ -182,6 +183,7 @@ def test_a_layout_reads_every_bit_that_another_has_written(here, there, tmp_path
     equal(found, wanted)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("zero", "fewer"), [(1, 2), (1, 3), (2, 3), (3, 3)])
 def test_a_run_shrinks_and_grows_with_the_losses_of_one_that_does_not(zero, fewer):
     run = replace(RUN, **on(zero, dp=4), ema=None)

@@ -73,7 +73,7 @@ def test_gradients_become_views_and_keep_the_strides_of_their_weight(like):
     assert torch.equal(weight.grad, gradient)
     assert weight.grad.stride() == weight.stride()
     assert weight.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    bucket.adopt(flat.mul_(3))
+    bucket.adopt(flat.mul_(3), bucket.flags(flat).tolist())
     assert torch.equal(weight.grad, 3 * gradient)
     assert idle.grad is None, "nobody has a gradient of it"
     other = nn.Parameter(torch.zeros_like(weight))

@@ -39,7 +39,7 @@ def pretended():
     return pretend(8)
 
 
-def test_no_tensor_of_the_host_meets_one_of_the_device_and_every_bit_is_the_cpus(pretended):
+def test_no_tensor_of_the_host_meets_one_of_the_device_and_the_numbers_are_the_cpus(pretended):
     assert set(pretended["differences"]) == {"pp=1", "gpt"}
     assert_the_same(pretended)
 
@@ -49,14 +49,21 @@ def test_so_it_is_for_all_layouts():
     found = pretend(1)
     assert len(found["differences"]) == 13
     assert_the_same(found)
-    assert {width: len(counts) for width, counts in found["ops"].items()} == {"16": 3, "256": 3}
+    assert {size: len(counts) for size, counts in found["ops"].items()} == {
+        f"{kind} {width}": 3 for kind in ("fp32", "bf16", "fp16") for width in (16, 256)
+    }
     assert_no_op_a_parameter(found)
+    assert len(found["reads"]) == 3
+    assert_one_read(found)
 
 
 def assert_the_same(pretended):
-    """Assert that every layout has the CPU's numbers, and nothing in a wrong place."""
+    """Assert that every layout has the CPU's numbers, and nothing in a wrong place.
+
+    Norms, and so clipped gradients, differ by rounding: each kind of device adds them in an order of its own.
+    """
     for layout, (worst, misplaced) in pretended["differences"].items():
-        assert worst <= (CLOSE if "gpt" in layout or "llama" in layout else 0.0), layout
+        assert worst <= CLOSE, layout
         assert not misplaced, layout
 
 
@@ -82,11 +89,21 @@ def test_recomputing_draws_the_same_dropout(pretended):
 
 
 def test_the_host_waits_for_nothing_before_the_end_of_a_step(pretended):
-    """Of one rank: it reads its losses, and then the norms."""
-    reads = pretended["reads"]
-    assert reads.pop("STEP") == 2
-    assert len(reads) == 8
-    assert set(reads.values()) == {0}
+    assert_one_read(pretended)
+
+
+def assert_one_read(pretended):
+    """Assert that the host of one rank reads once a step, the norms: its losses are on the host by then."""
+    for precision, reads in pretended["reads"].items():
+        assert reads.pop("STEP") == 1, precision
+        assert len(reads) == 8
+        assert set(reads.values()) == {0}, precision
+
+
+def test_the_host_of_a_replica_waits_for_its_messages_and_reads_the_norms(pretended):
+    """The use of all buckets comes with one wait; another is for the end of the step."""
+    for found in pretended["reads of replicas"].values():
+        assert found == {"synchronize": 2 * 2, "aten._to_copy.default": 2}
 
 
 def test_what_is_measured(pretended):
@@ -159,7 +176,7 @@ SERVERS = {"data_parallel": "parameter_server"}
 
 @pytest.mark.parametrize(
     ("mode", "lost"),
-    [({"zero": 0}, "all_reduce"), ({"zero": 1}, "reduce"), (SERVERS, "reduce"), (SERVERS, "broadcast")],
+    [({"zero": 0}, "all_reduce"), ({"zero": 1}, "reduce_scatter"), (SERVERS, "reduce"), (SERVERS, "broadcast")],
 )
 def test_what_a_failed_transfer_left_reaches_no_weight(mode, lost):
     class DoubtfulTeam(Team):
