@@ -20,7 +20,7 @@ from tests.support.local_groups import LocalGroup, LocalHub
 from tests.support.team import Team, linears
 
 ROOT = Path(__file__).parents[3]
-CLOSE = 2e-6  # relative; attention and RMSNorm have other kernels for the pretended device
+CLOSE = 2e-6  # relative; norms, attention and RMSNorm have other kernels for the pretended device
 
 # --- on a device of its own ------------------------------------------------------------------------------------------
 
