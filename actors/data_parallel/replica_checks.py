@@ -137,7 +137,7 @@ def gathered(own: bytes, group: Group) -> list[bytes]:
     return [row.numpy().tobytes() for row in found.view(group.size, len(words))]
 
 
-def demand_alike(own: bytes, group: Group, labels: Sequence[str]) -> None:
+def demand_same_layers(own: bytes, group: Group, labels: Sequence[str]) -> None:
     """Check that all members of a group have built the same layers, before they exchange parts of their weights.
 
     Args:

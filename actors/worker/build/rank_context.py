@@ -14,8 +14,8 @@ from raypar.actors.collective.group import Group
 from raypar.actors.data_parallel.replica_checks import (
     OtherInputsError,
     UnequalReplicasError,
-    demand_alike,
     demand_equal,
+    demand_same_layers,
     structure,
 )
 from raypar.actors.errors import ActionError, StaleError, described, user_traceback
@@ -129,7 +129,7 @@ class RankContext:
         own = structure(model.names, model.skeleton)
         for group in memberships(self.world, self.plan.rank):
             if group.key in ("dp", "tp"):
-                demand_alike(own, self.groups[group.key], [self.world.label(rank) for rank in group.members])
+                demand_same_layers(own, self.groups[group.key], [self.world.label(rank) for rank in group.members])
 
     def sum_ahead(self, tensor: Tensor) -> None:
         """Sum a small tensor on the host over the replicas of this actor, in place, before a step begins.
