@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import storage_id
 from raypar.actors.collective.group import Group
-from raypar.actors.models.init.deferred_init import slots_of
+from raypar.actors.models.init.deferred_init import named_slots, slots_of
 from raypar.actors.models.init.unregistered import unregistered
 
 
@@ -114,12 +114,46 @@ def digest(weights: Mapping[str, Tensor]) -> bytes:
     return total.digest()
 
 
+def structure(names: Sequence[str], layers: Sequence[nn.Module]) -> bytes:
+    """Return the sha256 digest (32 bytes) of all about layers' tensors but their elements, in the tensors' order.
+
+    Args:
+        names: Logical name of each layer.
+        layers: All layers of a model; they may be on the meta device.
+    """
+    total = hashlib.sha256()
+    for name, layer in zip(names, layers, strict=True):
+        for *_, inner, tensor in named_slots(name, layer):
+            about = inner, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+            total.update(f"{about}\n".encode())
+    return total.digest()
+
+
 def gathered(own: bytes, group: Group) -> list[bytes]:
     """Gather the bytes of every member of a group; all members give equally many, a multiple of 8."""
     words = torch.frombuffer(bytearray(own), dtype=torch.int64)
     found = torch.empty(group.size * len(words), dtype=torch.int64)
     group.host.all_gather(found, words).wait()
     return [row.numpy().tobytes() for row in found.view(group.size, len(words))]
+
+
+def demand_same_layers(own: bytes, group: Group, labels: Sequence[str]) -> None:
+    """Check that all members of a group have built the same layers, before they exchange parts of their weights.
+
+    Args:
+        own: The ``structure`` of this member's layers.
+        group: The members to compare with.
+        labels: Name of each member in the error message, by rank.
+
+    Raises:
+        UnequalReplicasError: Some members have other layers. Every member raises it.
+    """
+    if (found := _unequal(gathered(own, group), labels)) is not None:
+        raise UnequalReplicasError(
+            f"the layers of {found.unequal} are not those of {found.right} in name, shape or order: the model must be "
+            "built alike in every process (model.fn goes through a set, say, whose order differs between processes: "
+            "sort it)"
+        )
 
 
 def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], when: str | None = None) -> None:
@@ -135,21 +169,45 @@ def demand_equal(digests: Iterable[bytes], group: Group, labels: Sequence[str], 
         UnequalReplicasError: The weights of some members differ from those of the majority, or from those of rank 0 if
             there is no majority. Every member raises it.
     """
-    rows = gathered(hashlib.sha256(b"".join(digests)).digest(), group)
-    ((usual, count),) = Counter(rows).most_common(1)
-    is_majority = 2 * count > group.size
-    right = usual if is_majority else rows[0]
-    unequal = [label for label, row in zip(labels, rows, strict=True) if row != right]
-    if not unequal:
+    found = _unequal(gathered(hashlib.sha256(b"".join(digests)).digest(), group), labels)
+    if found is None:
         return
     if when is None:
         raise UnequalReplicasError(
-            f"the weights of {', '.join(unequal)} are not those of {labels[rows.index(right)]}: the model must be "
+            f"the weights of {found.unequal} are not those of {found.right}: the model must be "
             "built alike in every process (a layer drew its weights from a generator that the run's seed does not "
             "reach, say)"
         )
-    others = "those of all others" if is_majority else f"those of {labels[0]}, and nobody knows which are right"
+    others = "those of all others" if found.is_majority else f"those of {labels[0]}, and nobody knows which are right"
     raise UnequalReplicasError(
-        f"{when} the weights of {', '.join(unequal)} are not {others}: a bit has flipped in a memory or on "
+        f"{when} the weights of {found.unequal} are not {others}: a bit has flipped in a memory or on "
         "its way (see that machine's error counters), or a layer of yours has changed weights on one replica only"
     )
+
+
+class _Unequal(NamedTuple):
+    """The members of a group that differ from the others.
+
+    Attributes:
+        unequal: Their names.
+        right: Name of the first member from which they differ.
+        is_majority: Whether more than half of the members are like that one.
+    """
+
+    unequal: str
+    right: str
+    is_majority: bool
+
+
+def _unequal(rows: Sequence[bytes], labels: Sequence[str]) -> _Unequal | None:
+    """Return which members differ from the majority, or from rank 0 if there is none; None if all are equal.
+
+    Args:
+        rows: What each member has, by rank.
+        labels: Name of each member, by rank.
+    """
+    ((usual, count),) = Counter(rows).most_common(1)
+    is_majority = 2 * count > len(rows)
+    right = usual if is_majority else rows[0]
+    unequal = [label for label, row in zip(labels, rows, strict=True) if row != right]
+    return _Unequal(", ".join(unequal), labels[rows.index(right)], is_majority) if unequal else None

@@ -17,7 +17,7 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.specs.results import Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
-from raypar.actors.worker.build.assemble import build_part
+from raypar.actors.worker.build.assemble import build_part, unweighted_model
 from raypar.actors.worker.build.plan import ActorPlan
 from raypar.actors.worker.build.rank_context import RankContext
 from raypar.actors.worker.build.step import StepState
@@ -60,7 +60,7 @@ class Server:
         self.context = context = RankContext(plan, groups, device)
         world, train = context.world, plan.programs["train"]
         index = world.server_index(plan.rank)
-        part = build_part(plan, device, {}, index)
+        part = build_part(plan, unweighted_model(plan.run), device, {}, index)
         own, scaler = part.share(index), LossScaler(None)
         self.state = WorkerState(context, part, own, updater_of(context, part, scaler), {}, scaler)
         self.probe = Probe(context, self.state)

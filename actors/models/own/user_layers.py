@@ -79,6 +79,9 @@ class LayersModel(Model):
         for tensors in self._tensors:
             for name, tensor in tensors.items():
                 self._first_names.setdefault(tensor, name)
+        uses = Counter(tensor for tensors in self._tensors for tensor in set(tensors.values()))
+        self._shared = {tensor for tensor, count in uses.items() if count > 1 and not tensor.requires_grad}
+        self._made = dict[Tensor, Tensor]()  # of these, those that are made: once for all layers
 
     def draws(self, layers: Sequence[int]) -> list[dict[str, Tensor]]:
         """Return which tensors of some layers begin with random values; see ``Model.draws``.
@@ -108,6 +111,10 @@ class LayersModel(Model):
         if parallelize is not unsharded:
             return self._materialize_shards(layers, seed, parallelize, values)
         own = [self.skeleton[index] for index in layers]
+        slots = [slot for index in layers for slot in named_slots(self.names[index], self.skeleton[index])]
+        shared = [(table, inner, tensor) for table, inner, _, tensor in slots if tensor in self._shared]
+        for table, inner, tensor in shared:
+            table[inner] = self._made.get(tensor, tensor)
         if self._folder is not None:
             self._read(own, layers)
         if values is not None:
@@ -115,6 +122,7 @@ class LayersModel(Model):
         if self._recording is not None:
             self._recording.materialize(own, seed)
             demand_real(own)
+        self._made |= {tensor: table[inner] for table, inner, tensor in shared}
         return own
 
     def _take(self, own: Sequence[nn.Module], layers: Sequence[int], values: InitialValues) -> None:
@@ -143,7 +151,7 @@ class LayersModel(Model):
             named = parallelize("layers", own)
         shards = {id(whole[name]): shard for name, shard in named.items()}
         names = {id(tensor): f"layers.{name}" for name, tensor in whole.items()}
-        made: dict[int, Tensor] = {}
+        made = {id(tensor): one for tensor, one in self._made.items()}
         for index in layers:
             slots = [slot for slot in named_slots(str(index), own[str(index)]) if slot[2] in whole]
             new = {id(whole[name]): whole[name] for *_, name, _ in slots if id(whole[name]) not in made}
@@ -162,6 +170,7 @@ class LayersModel(Model):
                 made[key] = tensor if part is tensor else as_kind_of(tensor, part)
             for table, inner, name, _ in slots:
                 table[inner] = made[id(whole[name])]
+        self._made |= {tensor: made[id(tensor)] for tensor in self._shared if id(tensor) in made}
         self._sharded |= {int(name.partition(".")[0]) for name in named}
         demand_real(list(own.values()), [tensor for tensor in whole.values() if made.get(id(tensor)) is not tensor])
         return [own[str(index)] for index in layers]

@@ -53,7 +53,7 @@ from raypar.schedules.rules import MAKES_GRADIENTS
 
 
 def build_part(
-    plan: ActorPlan, device: ComputeDevice, groups: Mapping[str, Group], server: int | None = None
+    plan: ActorPlan, model: Model, device: ComputeDevice, groups: Mapping[str, Group], server: int | None = None
 ) -> ModelPart:
     """Build this actor's part of the stages of its pipeline rank.
 
@@ -61,6 +61,7 @@ def build_part(
 
     Args:
         plan: The actor's plan.
+        model: Its model without weights: see ``unweighted_model``.
         device: The device that it computes on.
         groups: The actor's groups by key.
         server: The index of a parameter server among those of its pipeline rank; None for a worker.
@@ -68,7 +69,6 @@ def build_part(
     run, world = plan.run, plan.world
     if run.precision.compute == "fp8":
         device.demand_fp8()
-    model = unweighted_model(run)
     axes = axis_styles(run, groups)
     parallelizer = Parallelizer(model, axes)
     train = plan.programs["train"]
@@ -235,7 +235,9 @@ class Assembly:
 def assemble(context: RankContext) -> Assembly:
     """Build everything that a worker needs for a run."""
     plan, groups, device = context.plan, context.groups, context.device
-    part, run = build_part(plan, device, groups), plan.run
+    model, run = unweighted_model(plan.run), plan.run
+    context.compare_layers(model)
+    part = build_part(plan, model, device, groups)
     if run.activations_on_device is not None:
         move_activations(part.stages)
     if run.compile:

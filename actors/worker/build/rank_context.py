@@ -11,11 +11,19 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
-from raypar.actors.data_parallel.replica_checks import OtherInputsError, UnequalReplicasError, demand_equal
+from raypar.actors.data_parallel.replica_checks import (
+    OtherInputsError,
+    UnequalReplicasError,
+    demand_equal,
+    demand_same_layers,
+    structure,
+)
 from raypar.actors.errors import ActionError, StaleError, described, user_traceback
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.mesh.memberships import Membership, memberships
+from raypar.actors.models.base import Model
 from raypar.actors.models.tied_weights import Ends
+from raypar.actors.specs.model import Layers
 from raypar.actors.worker.build.boundaries import neighbours
 from raypar.actors.worker.build.plan import ActorPlan
 
@@ -106,6 +114,22 @@ class RankContext:
         for group in groups:
             labels = [self.world.label(rank) for rank in group.members]
             demand_equal(own, self.groups[group.key], labels, when)
+
+    def compare_layers(self, model: Model) -> None:
+        """Check that all actors that exchange parts of weights have built the same layers, if these are the user's.
+
+        Args:
+            model: This actor's model, without weights.
+
+        Raises:
+            UnequalReplicasError: Another actor has other layers.
+        """
+        if not isinstance(self.plan.run.model, Layers):
+            return
+        own = structure(model.names, model.skeleton)
+        for group in memberships(self.world, self.plan.rank):
+            if group.key in ("dp", "tp"):
+                demand_same_layers(own, self.groups[group.key], [self.world.label(rank) for rank in group.members])
 
     def sum_ahead(self, tensor: Tensor) -> None:
         """Sum a small tensor on the host over the replicas of this actor, in place, before a step begins.

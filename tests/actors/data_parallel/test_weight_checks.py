@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch import nn
 
 from raypar.actors.data_parallel import replica_checks
 from raypar.actors.data_parallel.reducer import Reducer
+from raypar.actors.errors import ActionError
 from raypar.actors.mesh.mesh import Mesh
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
 from raypar.actors.worker.build import model_part
 from raypar.actors.worker.recheck import is_due
 from raypar.config.run import check_run
 from raypar.errors import ConfigError
-from tests.support.team import Team, linears
+from tests.support.team import Team, linears, mse
 from tests.support.uneven_runs import gpt, run_of
 
 
@@ -84,3 +89,30 @@ def test_a_flush_finds_replicas_that_update_by_other_counts(monkeypatch):
     monkeypatch.setattr(Reducer, "total", lambda reducer, tensor: None)
     faults = faults_of(Team.of(run), 0, 2)
     assert any("after step 2 the weights of pp=1 dp=1 are not those of pp=1 dp=0" in fault for fault in faults), faults
+
+
+def layers_of(names, width=4):
+    """A layer whose modules were made in this order, the last of them with so many outputs."""
+    layer = nn.Sequential()
+    for name in names:
+        layer.add_module(name, nn.LayerNorm(4) if name == "norm" else nn.Linear(4, 4))
+    layer.add_module("last", nn.Linear(4, width))
+    return [layer]
+
+
+OTHERS = {
+    "other order": [{"names": ("first", "second")}, {"names": ("second", "first")}],
+    "other place of what is not drawn": [{"names": ("norm", "first")}, {"names": ("first", "norm")}],
+    "other shape": [{"names": ()}, {"names": (), "width": 8}],
+}
+
+
+@pytest.mark.parametrize("settings", [{"dp": 2, "zero": 0}, {"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("kind", list(OTHERS))
+def test_actors_that_build_other_layers_are_named_before_weights_are_exchanged(kind, settings):
+    """As of a function that goes through a set of names, which are in another order in every process."""
+    made = itertools.count()
+    plan = {"layers.0.last": "column_gather_output"} if "tp" in settings else {}
+    model = Layers(lambda: layers_of(**OTHERS[kind][next(made) % 2]), mse, plan=plan)
+    with pytest.raises(ActionError, match=r"the layers of pp=0 .*=1 are not those of pp=0 .*=0 in name, shape"):
+        Team(None, **{"pp": 1, "model": model} | settings)

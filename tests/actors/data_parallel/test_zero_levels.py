@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from raypar.actors.mesh.mesh import Mesh
-from raypar.actors.specs.model import GPT
+from raypar.actors.specs.model import GPT, Layers
 from raypar.actors.specs.optim import AdamW
 from raypar.actors.specs.precision import Precision
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import dtype_of
 from tests.support.replicas import agrees, shared
-from tests.support.team import Team, linears
+from tests.support.team import Team, linears, mse
 
 ELEMENT = 4  # bytes of fp32
 ADAM = {"optim": AdamW(lr=0.01), "clip": 0.5}
@@ -258,3 +258,52 @@ def test_masters_of_sharded_weights_have_the_bits_of_level_1(compute):
         assert {master.dtype for master in part.masters.parameters.values()} == {torch.float32}
         units = [unit for weights in part.weights.values() for unit in weights.units]
         assert {name for unit in units for name in unit.shards} == set(part.masters.parameters)
+
+
+class Counting(nn.Module):
+    """A linear layer whose output depends on a buffer that each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.randn(1))
+
+    def forward(self, x):
+        self.count.add_(1.0)
+        return self.linear(x).tanh() * (1 + 0.01 * self.count)
+
+
+def one_buffer():
+    """Three layers that share a buffer."""
+    layers = [Counting() for _ in range(3)]
+    for layer in layers[1:]:
+        layer.count = layers[0].count
+    return layers
+
+
+def one_module():
+    """Two layers that share a module with buffers."""
+    norm = nn.BatchNorm1d(4)
+    return [nn.Sequential(nn.Linear(4, 4), norm) for _ in range(2)]
+
+
+SHARED = {
+    "level 3": ({"dp": 2}, {"zero": 3, "zero_reduce": "step"}),
+    "level 3, bf16": ({"dp": 2, "precision": Precision("bf16")}, {"zero": 3, "zero_reduce": "step"}),
+    "offload": ({}, {"offload": "parameters"}),
+    "tensor group": ({"dp": 2, "tp": 2}, {"zero": 3, "zero_reduce": "step"}),
+}
+
+
+@pytest.mark.parametrize("kind", list(SHARED))
+@pytest.mark.parametrize(("fn", "divided"), [(one_buffer, "layers.*.linear"), (one_module, "layers.*.0")])
+def test_a_buffer_of_several_layers_is_one_also_if_they_are_made_one_by_one(fn, divided, kind):
+    common, changes = SHARED[kind]
+    plan = {divided: "column_gather_output"} if "tp" in common else {}
+    fields = {"model": Layers(fn, mse, plan=plan), "pp": 1, "m": 2, **common, **ADAM}
+    expected, *found = [trained(fn=None, **fields, **one) for one in ({}, changes)]
+    for team, losses, *_ in found:
+        assert losses == expected[1]
+        for worker, other in zip(team.workers, expected[0].workers, strict=True):
+            fixed, wanted = worker.member.parts.part.fixed(), other.member.parts.part.fixed()
+            assert {name: one.tolist() for name, one in fixed.items()} == {k: v.tolist() for k, v in wanted.items()}
