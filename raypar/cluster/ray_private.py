@@ -33,7 +33,8 @@ from raypar.actors.machine.system_features import has_feature
 
 log = logging.getLogger(__name__)
 
-# In the session folder: the pid of the driver that started this Ray, when it began, and its ``pid_domain``.
+# In the session folder: the pid of the driver that started this Ray, when it began, and its ``pid_domain``. Until Ray
+# has started it is beside the session folder, whose name ends with the pid, and has the pid in its own name.
 OWNER_FILE = "raypar-owner"
 _LOOPBACK = "127.0.0.1"
 _SOCKET = len("/session_2026-11-27_12-34-56_123456_1234567/sockets/plasma_store.12")  # of Ray, below its folder
@@ -77,14 +78,16 @@ def start_on_loopback(**settings: Any) -> None:
     """
     if not has_feature("shared_memory_folder"):
         settings["_plasma_directory"] = tempfile.gettempdir()
-    folder = ray_folder()
+    folder, own = ray_folder(), own_identity()
     _started_in.add(folder)
+    early = folder / f"{OWNER_FILE}-{own.pid}"
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        early.write_text(f"{own.pid} {own.began} {own.pid_domain}")
     with _loopback_kept():
         started: Any = ray.init(_node_ip_address=_LOOPBACK, _temp_dir=str(folder), **settings)
-    session = Path(started.address_info["session_dir"])
     with suppress(OSError):
-        own = own_identity()
-        (session / OWNER_FILE).write_text(f"{own.pid} {own.began} {own.pid_domain}")
+        early.replace(Path(started.address_info["session_dir"]) / OWNER_FILE)
 
 
 def disconnect(*, keeps_logs: bool = False) -> None:

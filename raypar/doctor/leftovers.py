@@ -28,10 +28,12 @@ class Leftover:
 
     Attributes:
         folder: Its session folder.
+        owner: The file that names its driver.
         processes: Those of this user that still run with it, by number, and when each began.
     """
 
     folder: Path
+    owner: Path
     processes: dict[int, int]
 
 
@@ -43,29 +45,32 @@ def leftovers(root: Path | None = None) -> list[Leftover]:
     """
     if not has_feature("process_list") or not own_identity().pid_domain:
         return []
-    gone = (folder for folder, driver, began in _owned(root) if process_began(driver) != began)
-    return [Leftover(folder, _processes(folder)) for folder in gone]
+    gone = ((folder, owner) for folder, owner, driver, began in _owned(root) if process_began(driver) != began)
+    return [Leftover(folder, owner, _processes(folder)) for folder, owner in gone]
 
 
 def own_sessions() -> set[Path]:
     """Return the session folders of the Rays that this process has started."""
     own = own_identity()
-    return {folder for folder, *driver in _owned(None) if driver == [own.pid, own.began]}
+    return {folder for folder, _, *driver in _owned(None) if driver == [own.pid, own.began]}
 
 
-def _owned(root: Path | None) -> list[tuple[Path, int, int]]:
-    """Return the session folders of this user's Rays that raypar started, and the driver of each, and when it began.
+def _owned(root: Path | None) -> list[tuple[Path, Path, int, int]]:
+    """Return the session folders of this user's Rays that raypar started, with the file, pid and begin of the driver.
 
     Those of other machines and containers that share the folder are not among them, nor those of an earlier boot.
     """
-    found, here = [], own_identity().pid_domain
-    for owner in sorted((ray_folder() if root is None else root).glob(f"session_*/{OWNER_FILE}")):
+    found, here, root = [], own_identity().pid_domain, ray_folder() if root is None else root
+    for owner in sorted([*root.glob(f"session_*/{OWNER_FILE}"), *root.glob(f"{OWNER_FILE}-*")]):
         with suppress(OSError, ValueError):
             if owner.stat().st_uid != os.getuid() or owner.is_symlink():
                 continue
             driver, began, where = owner.read_text().split(" ")  # the last one is empty on other systems than Linux
+            folders = [owner.parent]
+            if owner.parent == root:  # Ray's start was interrupted
+                folders = [one for one in root.glob(f"session_*_{int(driver)}") if not (one / OWNER_FILE).exists()]
             if where == here:
-                found.append((owner.parent, int(driver), int(began)))
+                found += [(folder, owner, int(driver), int(began)) for folder in folders]
     return found
 
 
@@ -115,6 +120,8 @@ def sweep(found: list[Leftover]) -> Iterator[Finding]:
             _signal(one.processes, number)
             _await_end(one.processes)
         shutil.rmtree(one.folder, ignore_errors=True)
+        with suppress(OSError):
+            one.owner.unlink(missing_ok=True)
     left = [pid for one in found for pid, began in one.processes.items() if process_began(pid) == began]
     if left:
         text = f"processes {', '.join(map(str, left))} do not end"

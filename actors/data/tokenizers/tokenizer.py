@@ -24,6 +24,7 @@ Ids: TypeAlias = npt.NDArray[np.uint32]
 Mask: TypeAlias = npt.NDArray[np.uint8]
 Sizes: TypeAlias = npt.NDArray[np.int64]
 
+_FILE = "tokenizer.json"
 _SETTINGS, _TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 _CONFIGS = ("generation_config.json", "config.json")  # files with the ids that end a text
 _NAMED_TEMPLATES = "additional_chat_templates"
@@ -304,8 +305,10 @@ def _model(path: Path, *, has_template: bool) -> Any:
             "give a folder that has it (save_pretrained writes it), or for a model of bytes set data.tokenizer to none"
         )
         template = "" if has_template else ", and for conversations data.template to a file with a chat template"
-        lack = f"{str(path.parent)!r} has no {path.name}" if path.parent.is_dir() else f"there is no {str(path)!r}"
-        raise ExampleError(f"tokenizer: {lack}: {fix}{template}{download_hint(str(path))}")
+        is_in_folder = path.name == _FILE and path.parent.is_dir()
+        lack = f"{str(path.parent)!r} has no {path.name}" if is_in_folder else f"there is no {str(path)!r}"
+        hint = "" if is_in_folder else download_hint(str(path))
+        raise ExampleError(f"tokenizer: {lack}: {fix}{template}{hint}")
     try:
         return read_tokenizer(path)
     except ImportError as error:
@@ -318,7 +321,7 @@ def _model(path: Path, *, has_template: bool) -> Any:
 def tokenizer_file(path: str) -> Path:
     """Return the tokenizers JSON file of a path: the path itself, or tokenizer.json in a Hugging Face folder."""
     found = expanded(path)
-    return found / "tokenizer.json" if found.is_dir() else found
+    return found / _FILE if found.is_dir() else found
 
 
 def read_tokenizer(path: Path) -> Any:

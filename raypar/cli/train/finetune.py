@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 _WHAT = "Fine-tune a model of Hugging Face on examples."
 _LASTING = ("steps", "eval_every", "eval_steps")
 WORDING = Wording("EXAMPLES --model FOLDER", derived_defaults(), without=("resume",))
+_OWN = ("model",)  # flags that train has not
 _USAGE = f"raypar sft {WORDING.usage}"
 _HELP = f"""{_WHAT}
 
@@ -77,7 +78,7 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
     except ConfigError as error:
         missing = (f"data.{fault}" for fault in missing_files(Examples(path)))
         raise ConfigError([*missing, *error.faults, *_flag_faults(left, shown)]) from error
-    flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start})
+    flags = parse(TrainArgs, left, "sft", _WHAT, "sft", known={"sft": start}, others=_OWN)
     if flags.wrong:
         return train(left, terminal, start)  # which raises them, with all else that is wrong
     steps = flags.args.steps if [*values_of("--steps", left)] else None
@@ -91,7 +92,7 @@ def sft(words: Sequence[str], terminal: bool) -> DryRunOutcome | Finished:
 
 def _flag_faults(words: Sequence[str], shown: Run) -> list[str]:
     """Return what is wrong with flags where the model is not known; those of the model depend on its folder."""
-    wrong = parse(TrainArgs, words, "sft", _WHAT, "sft", known={"sft": shown}).wrong
+    wrong = parse(TrainArgs, words, "sft", _WHAT, "sft", known={"sft": shown}, others=_OWN).wrong
     return [one.text for one in wrong if not one.path.startswith("model.")]
 
 

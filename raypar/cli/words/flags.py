@@ -71,7 +71,13 @@ _NO_FLAG = _Flag("", "", (), None)
 
 
 def read_flags(
-    kind: type, words: Sequence[str], default: object, wrong: Sequence[FieldFault] = (), *, has_word: bool = True
+    kind: type,
+    words: Sequence[str],
+    default: object,
+    wrong: Sequence[FieldFault] = (),
+    *,
+    has_word: bool = True,
+    others: Sequence[str] = (),
 ) -> tuple[list[str], list[FieldFault]]:
     """Find the mistakes in the flags of a command.
 
@@ -82,6 +88,7 @@ def read_flags(
         default: Its values before the flags, which give the classes of nested fields.
         wrong: Faults that are known already. Flags of these fields are left out without another fault.
         has_word: Whether the command takes the word without a flag.
+        others: Names of flags that the command takes out of the words before.
 
     Returns:
         The words of all other flags, as the parser reads them, and a fault for each flag that is unknown, has no value,
@@ -97,7 +104,8 @@ def read_flags(
             continue
         before = flag
         if flag.path not in known:
-            wrong_here = list(_faults_of(kind, flag, default))
+            is_known = flag.hint is not None
+            wrong_here = list(_faults_of(kind, flag) if is_known else _unknown(kind, flag, default, others))
             faults += [FieldFault(flag.path, text, of_type=True) for text in wrong_here]
             sound += [] if wrong_here else flag.words()
     faults += [FieldFault("data", _unquoted(typed, files), of_type=True) for typed, files in strays.items()]
@@ -193,11 +201,9 @@ def _most_words(kind: Any) -> int:
     return 1 << 30 if is_mapping(kind) else 1
 
 
-def _faults_of(kind: type, flag: _Flag, default: object) -> Iterator[str]:
-    """Yield what is wrong with a flag."""
-    if flag.hint is None:
-        yield from _unknown(kind, flag, default)
-    elif flag.surplus:
+def _faults_of(kind: type, flag: _Flag) -> Iterator[str]:
+    """Yield what is wrong with a flag that there is."""
+    if flag.surplus:
         off = ".".join([*flag.path.split(".")[:-1], f"no-{flag.path.split('.')[-1]}"]).replace("_", "-")
         fix = f"write {flag.typed} alone, or --{off}"
         yield f"{flag.typed} is a switch, and takes no {flag.surplus!r}: {fix}"
@@ -260,7 +266,7 @@ def _fits(values: Sequence[str], kind: Any) -> bool:
     return True
 
 
-def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
+def _unknown(kind: type, flag: _Flag, default: object, others: Sequence[str]) -> Iterator[str]:
     """Yield the fault of a flag that there is not, with what may have been meant."""
     part, _, name = flag.path.rpartition(".")
     if hint := kind_hint(part, name):
@@ -283,7 +289,7 @@ def _unknown(kind: type, flag: _Flag, default: object) -> Iterator[str]:
         close = did_you_mean(name, last, spelled=lambda one: spelled(f"{part}.{one}"), cutoff=0.5)
         fix = f"{close} There are {_listed(beside)}" if close else _listed(beside)
     else:
-        fix = did_you_mean(flag.path, [*paths, "help"], "see --help for all flags", spelled=spelled)
+        fix = did_you_mean(flag.path, [*paths, *others, "help"], "see --help for all flags", spelled=spelled)
     yield f"{flag.typed} is no flag: {fix}"
 
 

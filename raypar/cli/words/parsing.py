@@ -87,6 +87,7 @@ def parse(
     known: Mapping[str, Run] | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
     wording: Wording | None = None,
+    others: Sequence[str] = (),
 ) -> Parsed[A]:
     """Parse the words of a command.
 
@@ -103,25 +104,26 @@ def parse(
         known: Further bases by name, beside recipes and files.
         defaults: What fields of a recipe or a file are where it does not say.
         wording: What the help of a command says whose run is always the one of its fallback.
+        others: Names of flags that the command takes out of the words before.
 
     Raises:
         HelpAsked: The words ask for help.
         ConfigError: They ask for help about a subject that there is not.
     """
 
-    others = known or {}
+    runs = known or {}
 
     def parsed(base: str) -> Parsed[A]:
         """Parse the words with this base."""
-        default, wrong = (others[base], []) if base in others else _base(base, table or {}, defaults)
-        default = _with_whole_parts(default, words, wrong, goes_on=base in others)
+        default, wrong = (runs[base], []) if base in runs else _base(base, table or {}, defaults)
+        default = _with_whole_parts(default, words, wrong, goes_on=base in runs)
         model, left = read_tables(default.model, words)
         default = replace(default, model=model)
         parts: dict[str, Any] = {field.name: getattr(default, field.name) for field in fields(Run)} | {"base": base}
-        named = base not in others
+        named = base not in runs
         about = what if wording else f"{what} {_what_flags_change(base if named else None)}"
         Help(command, about, kind, kind(**parts), True, named, _more(command), wording).raise_if_asked(words)
-        sound, faults = read_flags(kind, left, default, wrong, has_word=named)
+        sound, faults = read_flags(kind, left, default, wrong, has_word=named, others=others)
         return Parsed(_with_flags(kind(**parts), sound, command), [*wrong, *faults])
 
     first = words[0] if words and not words[0].startswith("-") else fallback

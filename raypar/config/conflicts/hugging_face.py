@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from raypar.actors.errors import CheckpointError
-from raypar.actors.hugging_face.conversions import PEFT, adapters_converted, converted, is_ignored
+from raypar.actors.hugging_face.conversions import PEFT, POSITIONS, adapters_converted, converted, is_ignored
 from raypar.actors.hugging_face.folder import ADAPTER_CONFIG, adapters_in, model_type_of, read_config, tensors_in
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.safetensors_header import ITEM, FileTensor
@@ -245,7 +245,7 @@ def _differing(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skelet
 
     weights = skeleton.whole
     conversions = converted(model_type, weights)
-    missing, wrong, unread = list[str](), list[str](), list[str]()
+    missing, wrong, unread, short = list[str](), list[str](), list[str](), list[str]()
     unnamed = [name for name in weights if name not in conversions]
     used = set[str]()
     for name, conversion in conversions.items():
@@ -258,11 +258,15 @@ def _differing(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skelet
             unread.append(f"{conversion.theirs} is {there.dtype}")
         elif not fits(conversion, there, shape):
             wanted = list(shape_in(conversion, shape))
+            if name == POSITIONS and there.shape[1:] == tuple(wanted[1:]):
+                short.append(f"{conversion.theirs} has {there.shape[0]}, and {wanted[0]} are needed")
+                continue
             wrong.append(f"{conversion.theirs} is {there.dtype} {list(there.shape)} and the model has {wanted}")
     tied = {one.theirs for one in converted(model_type, skeleton.originals).values()}  # some folders have copies too
     extra = [name for name in kept if name not in used | tied and not is_ignored(model_type, name)]
     return {
         "tensors are missing": list(dict.fromkeys(missing)),
+        "its positions are fewer than those of model.seq, so lower that": short,
         "tensors are of another model": list(dict.fromkeys(wrong)),
         f"tensors are of no dtype that is read, so save it in {', '.join(ITEM)}": list(dict.fromkeys(unread)),
         "it has tensors that the model has not": extra,

@@ -97,6 +97,8 @@ def _alone(name: str, best: Candidate, space: Space) -> str:
         return "as it was given"
     if name == "cp" and isinstance(best.run.model, GPT | Llama) and best.run.model.seq < LONG:
         return f"context ranks are searched for sequences of {LONG:,} tokens and more; --mesh.cp asks for them"
+    if name == "ep" and isinstance(best.run.model, GPT | Llama) and best.run.model.moe is None:
+        return "the model has no experts to divide"
     return "nothing else fits, or divides the model, the batch and the devices"
 
 

@@ -128,6 +128,7 @@ def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):
         rp.Examples(str(tmp_path / "none")): "has no file of .jsonl",
         rp.Examples(str(path), str(tmp_path)): "has no tokenizer.json: give a folder that has it (save_pretrained",
         rp.Examples(str(path), "qwen/tiny"): "tokenizer: there is no 'qwen/tiny': give a folder that has it",
+        rp.Examples(str(path), "nothing"): "tokenizer: there is no 'nothing': give a folder that has it",
         rp.Examples(str(path), "qwen/small"): "hf download qwen/small --local-dir small fetches it: give small",
         rp.Examples(str(path), str(path)): "is not a tokenizers JSON file",
         rp.Examples(str(path), template=str(tmp_path / "gone")): "template: ",
@@ -138,6 +139,15 @@ def test_all_that_is_wrong_is_told_and_nothing_is_left(folder, tmp_path):
     for spec, says in told.items():
         (fault,) = example_faults(spec, 64, 300)
         assert says in fault
+
+
+def test_a_folder_without_a_tokenizer_is_no_name_of_a_model(tmp_path, monkeypatch):
+    """An export of a model of bytes has none, and "mine/tokenizer.json" looks like a name at huggingface.co."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    (fault,) = example_faults(rp.Examples(str(made_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 2)), "mine"), 64, 300)
+    assert "'mine' has no tokenizer.json: give a folder that has it" in fault
+    assert "huggingface.co" not in fault
 
 
 def test_a_vocabulary_that_is_too_small_and_examples_without_answers_are_told(folder, tmp_path):

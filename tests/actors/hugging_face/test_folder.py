@@ -163,6 +163,14 @@ def test_tensors_that_are_wrong_missing_or_too_many_are_listed_before_training(t
     assert faults[1:] == wanted, "with the faults of the run"
 
 
+def test_more_positions_than_a_folder_has_are_refused_with_the_number_of_its_own(tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 300, "n_positions": 6}
+    folder = made(tmp_path / "hf", config, {"wpe.weight": torch.zeros(6, 8)}, files=1)
+    faults = faults_of(check_run, rp.Run(model=rp.HF(folder, seq=9)))
+    at = f"model.hf {str(folder)!r}: its positions are fewer than those of model.seq, so lower that: "
+    assert f"{at}transformer.wpe.weight has 6, and 9 are needed" in faults
+
+
 def test_files_that_end_early_and_names_that_leave_the_folder_are_told_at_once(tmp_path):
     folder = made(tmp_path / "hf")
     whole = (folder / "model-1.safetensors").read_bytes()

@@ -148,6 +148,7 @@ def test_a_run_passes_three_times_over_the_examples_whatever_the_flags(said, fol
         ),
         (("x.jsonl", "--stepps", "3"), "2 mistakes, no step was taken:\n- --model is missing"),
         (("x.jsonl", "--stepps", "3"), "\n- --stepps is no flag: did you mean --steps?"),
+        (("x.jsonl", "--modle", "smol"), "\n- --modle is no flag: did you mean --model?"),
         (("x.jsonl", "--model", "gone", "--mesh.pq", "2"), "\n- --mesh.pq is no flag: did you mean --mesh.pp?"),
         (("gpt-tiny", "run/run.toml", "--model", "gone"), "'gpt-tiny' is no file of examples: give these alone, or"),
         (("x.jsonl", "--resume", "run"), "go on with one by raypar train --resume RUN"),

@@ -139,6 +139,20 @@ def test_a_start_keeps_the_loopback_and_closes_the_session_folder(started, caplo
     assert not caplog.records
 
 
+def test_the_driver_of_a_ray_is_noted_also_if_its_start_is_interrupted(started, monkeypatch, tmp_path):
+    def interrupted(**settings):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray_private, "ray_folder", lambda: tmp_path / "ray")
+    early, noted = tmp_path / "ray" / f"{ray_private.OWNER_FILE}-{os.getpid()}", tmp_path / ray_private.OWNER_FILE
+    ray_private.start_on_loopback()
+    assert noted.read_text().startswith(f"{os.getpid()} ") and not early.exists()
+    ray_private.ray.init = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        ray_private.start_on_loopback()
+    assert early.read_text() == noted.read_text()
+
+
 @pytest.mark.parametrize(("is_own", "keeps", "stays"), [(True, False, False), (True, True, True), (False, False, True)])
 def test_the_session_folder_of_an_own_ray_is_removed_at_its_end_unless_its_logs_are_wanted(
     monkeypatch, tmp_path, is_own, keeps, stays

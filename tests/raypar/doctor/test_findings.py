@@ -290,6 +290,20 @@ def test_leftovers_are_found_and_swept_and_nothing_else_is(tmp_path):
             one.wait()
 
 
+def test_a_session_whose_start_was_interrupted_is_found_by_its_drivers_number(tmp_path):
+    """Ray names a session folder by time and number, and raypar notes the driver before Ray makes the folder."""
+    gone = 2**22 + 5
+    folders = [tmp_path / f"session_2026-11-30_22-40-00_000001_{number}" for number in (gone, 1)]
+    for folder in folders:
+        (folder / "logs").mkdir(parents=True)
+    owner = tmp_path / f"{OWNER_FILE}-{gone}"
+    owner.write_text(f"{gone} 1 {own_identity().pid_domain}")
+    (found,) = leftovers(tmp_path)
+    assert found.folder == folders[0]
+    assert "1 folders removed" in next(iter(sweep([found]))).text
+    assert list(tmp_path.iterdir()) == folders[1:]
+
+
 def test_who_reads_the_logs_of_a_ray_that_is_over_is_not_ended(tmp_path):
     folder = session(tmp_path, "dead", 2**22 + 5, 1)
     (folder / "log").touch()

@@ -67,6 +67,7 @@ def test_a_plan_tells_every_choice_and_every_runner_up(ranking):
     choices = ranking.best[0].choices
     for line, (name, choice) in zip(reasons(ranking, Space(256)), choices.items(), strict=True):
         assert line.startswith(f"{name} {choice}: ")
+        assert name != "ep" or line == "ep 1: the model has no experts to divide"
     assert len([*lost(ranking)]) == min(6, len(ranking.best)) - 1
     assert len(mesh_table(ranking)) == min(6, len(ranking.best)) + 2
     assert max(map(len, mesh_table(ranking))) <= 80
