@@ -245,7 +245,8 @@ def _differing(model_type: str, kept: Mapping[str, FileTensor], skeleton: Skelet
 
     weights = skeleton.whole
     conversions = converted(model_type, weights)
-    missing, wrong, unread, short = list[str](), list[str](), list[str](), list[str]()
+    missing, wrong = list[str](), list[str]()
+    unread, short = list[str](), list[str]()
     unnamed = [name for name in weights if name not in conversions]
     used = set[str]()
     for name, conversion in conversions.items():
