@@ -143,7 +143,8 @@ class LayerMaker:
 def compile_layers(modules: Sequence[nn.Module], backend: str = "inductor") -> None:
     """Compile layers with torch's compiler, in place. The compiler is imported here, which takes seconds.
 
-    The first call of each layer compiles it. If that fails, the layer runs uncompiled, and one log line says why.
+    The first call of a layer compiles all layers of its kind: blocks that differ only in their weights share graphs,
+    which end where a layer communicates. If that fails, the layer runs uncompiled, and one log line says why.
 
     Args:
         modules: The layers. Their names and parameters do not change.

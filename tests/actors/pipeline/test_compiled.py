@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,6 +65,38 @@ def test_compiled_layers_learn_the_same(mesh, changes, monkeypatch, told):
         assert one == pytest.approx(other, rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(compiled_weights[name], weight, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [rp.Mesh(), rp.Mesh(pp=2), pytest.param(rp.Mesh(tp=2), marks=pytest.mark.long)],
+    ids=["alone", "pp2", "tp2"],
+)
+def test_layers_of_a_kind_are_compiled_once_whatever_their_number_and_that_of_microbatches(mesh, monkeypatch):
+    made = []
+
+    def graphs(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        "raypar.actors.worker.build.assemble.compile_layers", lambda modules: compile_layers(modules, graphs)
+    )
+    counts = []
+    for layers, microbatches in ((2, 2), (5, 4)):
+        torch.compiler.reset()
+        made.clear()
+        data = rp.Batches(lambda step, microbatch, dp: batch(step, microbatch % 2, dp))
+        run = rp.Run(
+            mesh=mesh, model=replace(MODEL, layers=layers), data=data, microbatches=microbatches, timeout=100.0
+        )
+        team = Team.of(replace(run, compile=True))
+        team.step(0)
+        counts.append(len(made))
+        team.step(1)
+        assert len(made) == counts[-1], "nothing is compiled again"
+    few, more = counts
+    assert 0 < more <= few
 
 
 def test_what_can_not_be_compiled_is_computed_and_told_once(told):
