@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -142,6 +143,9 @@ class ComputeDevice:
     def demand_fp8(self) -> None:
         """Raise ValueError if this is a GPU that does not multiply numbers in fp8."""
 
+    def choose_products(self, *, tf32: bool) -> None:
+        """Choose whether fp32 matrices and convolutions are multiplied in TF32; only GPUs have it."""
+
     def settle(self, modules: Iterable[nn.Module]) -> None:
         """Move modules from the host to this device, in place."""
 
@@ -225,6 +229,12 @@ class Cuda(ComputeDevice):
                 f"precision.compute is 'fp8', which this GPU, {kind}, does not multiply: set it to 'bf16', or "
                 "resources.accelerator_type to H100, say"
             )
+
+    def choose_products(self, *, tf32: bool) -> None:
+        cudnn: Any = torch.backends.cudnn
+        chosen: tuple[Any, ...] = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
+        for products in chosen:
+            products.fp32_precision = "tf32" if tf32 else "ieee"
 
     def settle(self, modules: Iterable[nn.Module]) -> None:
         for module in modules:

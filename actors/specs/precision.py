@@ -39,6 +39,9 @@ class Precision:
     """dtype in which gradients are added up, over microbatches and over replicas"""
     master: DType = "fp32"
     """dtype of the weights that the optimizer updates, of its states and of checkpoints"""
+    tf32: bool = False
+    """on GPUs, multiply fp32 matrices and convolutions in TF32, with 10 bits of a mantissa where fp32 has 23; without it
+    they are multiplied in fp32 (torch's own default has convolutions in TF32)"""
 
     @property
     def layers(self) -> DType:
@@ -57,6 +60,8 @@ class Precision:
 
     def faults(self) -> Iterator[str]:
         """Yield the settings that contradict each other, each with its fix."""
+        if self.tf32 and self.is_half:
+            yield f"precision.tf32 is for layers in fp32, and precision.compute is {self.compute!r}: leave it out"
         if not self.is_half and self.master != "fp32":
             fix = f"set precision.compute to {self.master!r} too"
             yield f"precision.master is {self.master!r}, but layers compute in fp32: {fix}"

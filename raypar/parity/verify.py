@@ -420,7 +420,8 @@ def _beside_float64(pair: _Pair, rounding: Rounding) -> Difference:
 def _allowed(run: Run, schedule: Schedule, tied: bool) -> Bounds:
     """Choose the bounds that apply to a run."""
     bounds = _in_fp32(run, schedule, tied)
-    if not run.precision.is_half or bounds == BITWISE:
+    rounds = run.precision.is_half or (run.precision.tf32 and run.device == "cuda")  # TF32 has fp16's mantissa
+    if not rounds or bounds == BITWISE:
         return bounds
     return Bounds(*map(max, FP8 if run.precision.compute == "fp8" else HALF, bounds))
 

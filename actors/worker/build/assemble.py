@@ -69,6 +69,7 @@ def build_part(
     run, world = plan.run, plan.world
     if run.precision.compute == "fp8":
         device.demand_fp8()
+    device.choose_products(tf32=run.precision.tf32)
     axes = axis_styles(run, groups)
     parallelizer = Parallelizer(model, axes)
     train = plan.programs["train"]

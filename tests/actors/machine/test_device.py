@@ -159,6 +159,24 @@ def test_a_system_that_resets_no_peak_tells_that_of_the_whole_process(monkeypatc
     assert peak.read() == places.resource.getrusage(places.resource.RUSAGE_SELF).ru_maxrss
 
 
+@pytest.fixture
+def products():
+    """What chooses how torch multiplies fp32 on GPUs; it is afterwards as before."""
+    chosen = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before = [one.fp32_precision for one in chosen]
+    yield chosen
+    for one, value in zip(chosen, before, strict=True):
+        one.fp32_precision = value
+
+
+def test_fp32_is_multiplied_in_tf32_on_gpus_alone_and_only_if_asked_for(products):
+    for tf32, name in ((True, "tf32"), (False, "ieee")):
+        Cuda.choose_products(types.SimpleNamespace(), tf32=tf32)
+        assert {one.fp32_precision for one in products} == {name}
+    ComputeDevice().choose_products(tf32=True)
+    assert {one.fp32_precision for one in products} == {"ieee"}
+
+
 @pytest.mark.parametrize(("capability", "takes"), [((8, 0), False), ((8, 9), True), ((9, 0), True)])
 def test_a_gpu_that_does_not_multiply_fp8_says_so_by_name(capability, takes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)

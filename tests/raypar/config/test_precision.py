@@ -19,6 +19,7 @@ from raypar.config.toml import plain_of, run_of
         ({"precision": rp.Precision("fp16"), "loss_scale": rp.LossScale(use="off")}, "loss_scale.use is 'off'"),
         ({"precision": rp.Precision("bf16", master="fp16")}, "set precision.master to 'fp32'"),
         ({"precision": rp.Precision("bf16", reduce="fp16")}, "precision.reduce is 'fp16'"),
+        ({"precision": rp.Precision("bf16", tf32=True)}, "and precision.compute is 'bf16': leave it out"),
         ({"precision": rp.Precision(master="bf16")}, "set precision.compute to 'bf16' too"),
         ({"precision": rp.Precision("fp16", reduce="fp16", master="fp16")}, "optim.eps 1e-08 is 0 in fp16"),
         ({"precision": rp.Precision("fp4")}, "it must be 'fp32', 'bf16', 'fp16' or 'fp8'"),
