@@ -40,8 +40,8 @@ class Precision:
     master: DType = "fp32"
     """dtype of the weights that the optimizer updates, of its states and of checkpoints"""
     tf32: bool = False
-    """on GPUs, multiply fp32 matrices and convolutions in TF32, with 10 bits of a mantissa where fp32 has 23; if not, in
-    fp32 (torch's own default has convolutions in TF32)"""
+    """on GPUs, multiply fp32 matrices and convolutions in TF32, with 10 bits of a mantissa where fp32 has 23; if not,
+    in fp32 (torch's own default has convolutions in TF32)"""
 
     @property
     def layers(self) -> DType:
