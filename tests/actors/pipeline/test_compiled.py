@@ -40,22 +40,28 @@ def told(monkeypatch):
     return lines
 
 
+@pytest.fixture
+def made(monkeypatch):
+    """The graphs that the compiler makes; they are run as they are."""
+    graphs = []
+
+    def kept(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        "raypar.actors.worker.build.assemble.compile_layers", lambda modules: compile_layers(modules, kept)
+    )
+    return graphs
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     ("mesh", "changes"),
     [(rp.Mesh(), {}), (rp.Mesh(pp=2), {"backward": "split", "recompute": "full"}), (rp.Mesh(dp=2), {"zero": 3})],
     ids=["alone", "pp2", "zero 3"],
 )
-def test_compiled_layers_learn_the_same(mesh, changes, monkeypatch, told):
-    made = []
-
-    def graphs(graph, inputs):
-        made.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(
-        "raypar.actors.worker.build.assemble.compile_layers", lambda modules: compile_layers(modules, graphs)
-    )
+def test_compiled_layers_learn_the_same(mesh, changes, made, told):
     losses, weights = trained(mesh, **changes)
     assert not made
     found, compiled_weights = trained(mesh, compile=True, **changes)
@@ -72,16 +78,7 @@ def test_compiled_layers_learn_the_same(mesh, changes, monkeypatch, told):
     [rp.Mesh(), rp.Mesh(pp=2), pytest.param(rp.Mesh(tp=2), marks=pytest.mark.long)],
     ids=["alone", "pp2", "tp2"],
 )
-def test_layers_of_a_kind_are_compiled_once_whatever_their_number_and_that_of_microbatches(mesh, monkeypatch):
-    made = []
-
-    def graphs(graph, inputs):
-        made.append(graph)
-        return graph.forward
-
-    monkeypatch.setattr(
-        "raypar.actors.worker.build.assemble.compile_layers", lambda modules: compile_layers(modules, graphs)
-    )
+def test_layers_of_a_kind_are_compiled_once_whatever_their_number_and_that_of_microbatches(mesh, made):
     counts = []
     for layers, microbatches in ((2, 2), (5, 4)):
         torch.compiler.reset()
