@@ -125,7 +125,8 @@ def test_a_bias_in_every_part_of_the_sum(found, monkeypatch):
 
 @pytest.mark.parametrize("axis", ["dp", "cp"])
 def test_replicas_that_do_not_reduce(found, monkeypatch, axis):
-    monkeypatch.setattr(Reducer, "finish", lambda self: None)
+    for method in ("finish", "hand_over"):
+        monkeypatch.setattr(Reducer, method, lambda self: None)
     diagnosis = found(tp=1, **{axis: 2}, steps=1, zero=0).diagnosis
     assert diagnosis.place == "gradient of embed.tokens.weight"
     assert diagnosis.cause.startswith(f"each member of {axis} has its own part of a sum: not reduced over {axis}")

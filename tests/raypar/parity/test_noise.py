@@ -65,6 +65,7 @@ def test_a_bias_of_keys_may_drift(job):
     assert max(parity.relative_error(job.grad(name), plain.gradients[name]) for name in gradients) > 1e-3
 
 
+@pytest.mark.long
 def test_nothing_else_may(job, monkeypatch):
     """Neither a bias of keys that has gone further than AdamW goes, nor one of queries that has gone as far."""
     for name, far in (("layers.1.k.bias", 1.0), ("layers.0.q.bias", 0.003)):

@@ -90,7 +90,7 @@ def test_replicas_that_are_flushed_correct_by_the_targets_of_all():
     assert not differences(run, steps=4)
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["experts", "sigmoid", "residual"])
 def test_auxiliary_losses_weigh_the_same_whatever_counts(name):
     assert not differences(run_of(MODELS[name], mesh=rp.Mesh(pp=2, dp=2)))

@@ -64,7 +64,7 @@ def test_the_oracle_notices_padding_that_is_routed():
     assert not differences(run)
 
 
-@pytest.mark.sampled
+@pytest.mark.long
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "apart"])
 @pytest.mark.parametrize("mesh", [rp.Mesh(dp=2), rp.Mesh(cp=2)], ids=["dp", "cp"])
 def test_experts_leave_the_padding_of_examples_out(tmp_path, packing, mesh):

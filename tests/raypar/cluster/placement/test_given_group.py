@@ -62,6 +62,7 @@ def test_a_job_is_inside_the_group_of_the_task_that_launches_it(group):
         assert losses == [report.loss for report in job.train()]
 
 
+@pytest.mark.long
 def test_a_group_of_the_task_without_room_is_left_for_one_of_the_jobs_own(group):
     @ray.remote(num_cpus=2)
     def trial():
