@@ -364,7 +364,7 @@ MAY_IMPORT = {
     "actors/inspect": "actors actors/checkpoint actors/machine actors/specs schedules",
     "actors/layers": "actors actors/autograd actors/specs",
     "actors/layers/attention": "actors actors/autograd actors/layers actors/specs",
-    "actors/machine": "actors actors/specs schedules",
+    "actors/machine": "actors actors/autograd actors/specs schedules",
     "actors/mesh": "actors",
     "actors/models": (
         "actors actors/autograd actors/collective actors/expert_parallel actors/hugging_face actors/layers "

@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -455,3 +457,27 @@ def reduce_scatter_flat(group: Any, out: Tensor, source: Tensor, options: Any) -
         options: A ``ReduceScatterOptions``.
     """
     return group._reduce_scatter_base(out, source, options)
+
+
+# --- memory of a GPU -------------------------------------------------------------------------------------------------
+
+
+def record_memory_history(most: int) -> None:
+    """Record allocations and frees of GPU memory from now on, with their lines of Python; 0 stops it.
+
+    torch documents it, under this private name only. Retry at upgrades.
+
+    Args:
+        most: Number of events that are kept, the latest ones.
+    """
+    if most:
+        torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=most)
+    else:
+        torch.cuda.memory._record_memory_history(None)
+
+
+def memory_history() -> bytes:
+    """Return what torch's viewer shows: GPU memory now, and the recorded events. See ``record_memory_history``."""
+    with TemporaryDirectory() as folder:
+        torch.cuda.memory._dump_snapshot(str(Path(folder) / "snapshot"))
+        return (Path(folder) / "snapshot").read_bytes()

@@ -6,6 +6,7 @@ Shapes: T tokens, D width of a token, K choices of a token, N choices of all tok
 from __future__ import annotations
 
 from abc import abstractmethod
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -79,12 +80,15 @@ def order_by_expert(chosen_TK: Tensor, num_experts: int, *, tokens: int) -> Orde
         tokens: Number of tokens.
     """
     flat, choices = chosen_TK.flatten(), chosen_TK.shape[1]
-    if flat.numel() and int(flat.min()) < DROPPED:
-        raise ValueError(f"chosen has the number {int(flat.min())}: experts count from 0, and -1 is a dropped choice")
-    dropped, *counts = torch.bincount(flat + 1, minlength=num_experts + 1).tolist()
-    if len(counts) > num_experts:
-        raise ValueError(f"chosen has expert {len(counts) - 1}, and there are {num_experts}, counted from 0")
-    places_N = flat.argsort(stable=True)[dropped:]
+    experts, places = flat.sort(stable=True)
+    numbers = torch.arange(DROPPED - 1, num_experts, device=flat.device)
+    below, dropped, *ends = torch.searchsorted(experts, numbers, right=True).tolist()  # the only numbers that are read
+    if below:
+        raise ValueError(f"chosen has the number {int(experts[0])}: experts count from 0, and -1 is a dropped choice")
+    if [dropped, *ends][-1] < len(experts):
+        raise ValueError(f"chosen has expert {int(experts[-1])}, and there are {num_experts}, counted from 0")
+    counts = [end - start for start, end in pairwise((dropped, *ends))]
+    places_N = places[dropped:]
     rows = torch.zeros_like(flat)
     rows[places_N] = torch.arange(len(places_N), device=flat.device)
     kept = chosen_TK >= 0 if dropped else None

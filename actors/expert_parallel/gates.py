@@ -190,11 +190,11 @@ def over_capacity(chosen_TK: Tensor, num_experts: int, capacities: Sequence[int]
     bins = num_experts + 1  # of a group: padding, and the experts
     group = torch.arange(groups, device=chosen_TK.device).view(groups, 1, 1) * bins
     by_rank = (chosen_TK.view(groups, -1, choices).transpose(1, 2) + 1 + group).flatten()  # (groups, K, tokens)
-    order = by_rank.argsort(stable=True)
-    counts = torch.bincount(by_rank, minlength=groups * bins)
-    starts = counts.cumsum(0) - counts
-    positions = torch.arange(len(by_rank), device=chosen_TK.device) - starts[by_rank[order]]
-    limits = torch.tensor([(tokens, *[each] * num_experts) for each in capacities], device=chosen_TK.device).flatten()
-    over = torch.empty_like(by_rank, dtype=torch.bool)
-    over[order] = positions >= limits[by_rank[order]]
+    sorted_bins, order = by_rank.sort(stable=True)
+    positions = torch.arange(len(by_rank), device=chosen_TK.device) - torch.searchsorted(sorted_bins, sorted_bins)
+    limit: int | Tensor = capacities[0]
+    if len({*capacities}) > 1:  # with padding; a GPU waits for the numbers
+        limit = torch.tensor([*capacities], device=chosen_TK.device)[sorted_bins // bins]
+    is_over = (positions >= limit) & (sorted_bins % bins > 0)
+    over = torch.empty_like(is_over).scatter_(0, order, is_over)
     return over.view(groups, choices, -1).transpose(1, 2).reshape(tokens, choices)

@@ -28,7 +28,7 @@ def counted(values_Tn: Tensor, real_T: Tensor | None) -> Tensor:
 
 def num_counted(values_Tn: Tensor, real_T: Tensor | None) -> Tensor:
     """Return the number of tokens that are not padding, (1,) in the dtype of their values."""
-    return values_Tn.new_tensor([len(values_Tn)]) if real_T is None else real_T.sum(0, keepdim=True).to(values_Tn)
+    return values_Tn.new_full((1,), len(values_Tn)) if real_T is None else real_T.sum(0, keepdim=True).to(values_Tn)
 
 
 def load_of(chosen_TK: Tensor, num_experts: int) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from raypar.actors.specs.results import AddedLoss, ExpertLoad, Shadowed
 from raypar.schedules.float_sum import float_sum
 
 Attach = Callable[[Tensor, Tensor], Tensor]  # an output and an auxiliary loss -> the output
+ReadBack = Callable[[Tensor], Callable[[], Tensor]]  # a tensor -> what waits for its copy on the host
 
 
 class RouterRecord:
@@ -43,6 +45,7 @@ class RouterRecord:
         self._scores: defaultdict[str, list[tuple[int, Tensor]]] = defaultdict(list)
         self._loads: defaultdict[str, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._shadows: dict[str, Shadowed] = {}
+        self._copying: list[Callable[[], None]] = []  # of what waits for copies to the host
 
     def begin(self, weight: float) -> None:
         """Begin a step, and drop the values of the previous one.
@@ -53,7 +56,7 @@ class RouterRecord:
         self.close()
         self.weight = weight
         self._microbatches.clear()
-        for table in (self._losses, self._scores, self._loads, self._shadows):
+        for table in (self._losses, self._scores, self._loads, self._shadows, self._copying):
             table.clear()
 
     def open(self, microbatch: int) -> None:
@@ -109,12 +112,34 @@ class RouterRecord:
 
     # --- results of the step ---
 
+    def copy(self, read_back: ReadBack) -> None:
+        """Start to copy the losses and the loads of the step to the host, all at once.
+
+        Args:
+            read_back: Starts to copy a tensor, and returns a function that waits for the copy and returns it.
+        """
+        losses = [(pairs, index) for pairs in self._losses.values() for index in range(len(pairs))]
+        loads = [(calls, index) for calls in self._loads.values() for index in range(len(calls))]
+        if losses:
+            values = read_back(torch.stack([pairs[index][1].reshape(()) for pairs, index in losses]))
+            self._copying.append(partial(_put_losses, losses, values))
+        if loads:
+            counts = read_back(torch.cat([each for calls, index in loads for each in calls[index]]))
+            self._copying.append(partial(_put_loads, loads, counts))
+
+    def _wait(self) -> None:
+        """Put what is copied to the host in the place of what is on the device."""
+        for put in self._copying:
+            put()
+        self._copying.clear()
+
     def shadowed(self) -> tuple[Shadowed, ...]:
         """Return the number of times that each expert was shadowed, and the predicted seconds, by layer."""
         return tuple(self._shadows.values())
 
     def losses(self) -> tuple[AddedLoss, ...]:
         """Return the auxiliary losses, summed over the calls of a forward, and as means over the microbatches."""
+        self._wait()
         m = max(1, len(self._microbatches))
         read = _read(self._losses)
         return tuple(
@@ -124,6 +149,7 @@ class RouterRecord:
 
     def loads(self) -> tuple[ExpertLoad, ...]:
         """Return the tokens of each expert."""
+        self._wait()
         sums = {
             layer: torch.stack([torch.stack(pair) for pair in loads]).sum(0) for layer, loads in self._loads.items()
         }
@@ -138,6 +164,7 @@ class RouterRecord:
 
     def asked(self, layer: str, experts: int) -> Tensor:
         """Return how many tokens chose each expert of a layer: (E,) int64 on the CPU; zeros without a record."""
+        self._wait()
         loads = self._loads.get(layer)
         if not loads:
             return torch.zeros(experts, dtype=torch.int64)
@@ -228,6 +255,18 @@ class _Attach(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         shape, device = ctx.like
         return gradient, torch.full(shape, ctx.record.weight, device=device), None
+
+
+def _put_losses(places: Sequence[tuple[list[tuple[int, Tensor]], int]], values: Callable[[], Tensor]) -> None:
+    for (pairs, index), value in zip(places, values().unbind(), strict=True):
+        pairs[index] = (pairs[index][0], value)
+
+
+def _put_loads(places: Sequence[tuple[list[tuple[Tensor, Tensor]], int]], values: Callable[[], Tensor]) -> None:
+    sizes = [len(each) for calls, index in places for each in calls[index]]
+    parts = iter(values().split(sizes))
+    for calls, index in places:
+        calls[index] = (next(parts), next(parts))
 
 
 def _read(table: Mapping[Any, list[tuple[int, Tensor]]]) -> dict[Any, list[tuple[int, float]]]:

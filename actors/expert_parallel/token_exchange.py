@@ -225,7 +225,7 @@ class TokenExchange(DividedExperts, Anchored, Routed):
             for expert in range(experts)
             for start, count in zip(starts[:, expert].tolist(), asked[:, expert].tolist(), strict=True)
         ]
-        by_expert = torch.cat(runs).to(came_ND.device)
+        by_expert = torch.cat(runs).to(came_ND.device, non_blocking=True)
         parts = came_ND.index_select(0, by_expert).split(asked.sum(0).tolist())
         made = torch.cat([expert(part) for expert, part in zip([*self.values()][some], parts, strict=True)])
         return made.index_select(0, by_expert.argsort())

@@ -17,9 +17,11 @@ from torch.autograd.profiler import profile, record_function
 
 from raypar.actors.inspect.profile_file import SUFFIX, add_step
 from raypar.actors.machine.device import ComputeDevice
+from raypar.actors.machine.files import sync_folder, write_whole
 from raypar.actors.specs.results import StepResult
 from raypar.schedules.action import Action
 
+_ALLOCATIONS = ".memory.pickle"
 _UNNAMED = nullcontext()
 _IS_RECORDING = threading.Lock()  # two profilers at a time in threads of one process are a segmentation fault
 
@@ -31,7 +33,8 @@ class StepProfiler:
     profiler of ``torch.autograd.profiler``, on which torch.profiler is built: the first start of the latter imports
     torch's compiler, which takes 1.5 s and 829 modules (2026-11-30, torch 2.13).
 
-    torch records the thread that computes, and of a GPU all kernels.
+    torch records the thread that computes, and of a GPU all kernels. The allocations of a GPU's memory in these steps
+    are in a file of their own, for torch's viewer.
 
     Args:
         steps: The first and the last step, counted from 1; None for none.
@@ -72,6 +75,7 @@ class StepProfiler:
         if not _IS_RECORDING.acquire(blocking=False):
             return replace(take(), profile="torch records one thread of a process, now that of another actor")
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes two lines for each step to stderr
+        self._device.record_allocations(on=True)
         try:
             self.named = self._range
             # Tools find the steps in a trace by this name.
@@ -80,6 +84,8 @@ class StepProfiler:
             return replace(result, profile=self._written(recorder, step + count))
         finally:
             self.named = _unnamed
+            if step + count >= self._last:
+                self._device.record_allocations(on=False)
             _IS_RECORDING.release()
 
     def _written(self, recorder: profile, step: int) -> str:
@@ -92,6 +98,9 @@ class StepProfiler:
                 recorder.export_chrome_trace(str(exported))
                 trace = json.loads(exported.read_bytes())
             add_step(self._path, self._head(trace), step, [*self._events(trace["traceEvents"])])
+            if (allocations := self._device.allocations()) is not None:
+                write_whole(self._path.parent / f"{self._actor}{_ALLOCATIONS}", [memoryview(allocations)])
+                sync_folder(self._path.parent)
         except (OSError, ValueError) as error:  # torch may write an op's name that is no JSON
             return f"{str(self._path)!r} can't be written ({getattr(error, 'strerror', None) or error})"
         return ""

@@ -79,9 +79,11 @@ class Postponer(Protocol):
 
     Attributes:
         anchor: A tensor with a gradient, which connects outputs that do not depend on the weights to the graph.
+        halves: Whether it postpones gradients of the forward that runs now.
     """
 
     anchor: Tensor
+    halves: bool
 
     def wants(self, x: Tensor, *layers: nn.Linear) -> bool:
         """Return whether to postpone the gradients of these layers' weights, and whether this input allows it."""
@@ -380,6 +382,15 @@ class SharedInputLinears(nn.Module):
             and undisturbed(x)
             and suits_onednn(x, *(linear.weight for linear in linears))
         )
+
+
+def is_plain_linear(layer: nn.Linear) -> bool:
+    """Return whether a layer multiplies by its whole weight, as torch does on GPUs, and nothing watches it or waits."""
+    if is_watched(layer) or isinstance(layer, ProductsLinear):
+        return False
+    if isinstance(layer, Postponable):
+        return layer.postponer is None or not layer.postponer.halves
+    return type(layer) in (nn.Linear, Linear)
 
 
 def is_watched(module: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from raypar.actors.autograd.torch_private import memory_history, record_memory_history
 from raypar.actors.specs.precision import FP8_CAPABILITY
 from raypar.actors.specs.results import Span
 from raypar.actors.specs.types import DeviceKind
@@ -25,6 +26,8 @@ from raypar.schedules.timeline import Call
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # glibc's <malloc.h>
 _HUGE = (1 << 31) - 1
+_MOST_EVENTS = 200_000  # allocations and frees of a record, the latest ones
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch's settings of its allocator, by a user
 _MAXIMUM_UNIT = 1 if sys.platform == "darwin" else 1 << 10  # bytes; the unit of getrusage's ru_maxrss
 _VM_HWM = re.compile(rb"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 _STATUS = 1 << 14  # bytes of one read of /proc/self/status
@@ -143,6 +146,16 @@ class ComputeDevice:
     def demand_fp8(self) -> None:
         """Raise ValueError if this is a GPU that does not multiply numbers in fp8."""
 
+    def record_allocations(self, *, on: bool) -> None:
+        """Start or stop to record where memory of a GPU is allocated and freed, for ``allocations``."""
+
+    def allocations(self) -> bytes | None:
+        """Return the recorded allocations of a GPU and its memory now, which torch's viewer shows; None for CPUs.
+
+        They are a pickle of plain data, as https://pytorch.org/memory_viz reads it. raypar never reads it.
+        """
+        return None
+
     def choose_products(self, *, tf32: bool) -> None:
         """Choose whether fp32 matrices and convolutions are multiplied in TF32; only GPUs have it."""
 
@@ -230,6 +243,12 @@ class Cuda(ComputeDevice):
                 "resources.accelerator_type to H100, say"
             )
 
+    def record_allocations(self, *, on: bool) -> None:
+        record_memory_history(_MOST_EVENTS if on else 0)
+
+    def allocations(self) -> bytes | None:
+        return memory_history()
+
     def choose_products(self, *, tf32: bool) -> None:
         cudnn: Any = torch.backends.cudnn
         chosen: tuple[Any, ...] = torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn
@@ -290,7 +309,12 @@ class Cuda(ComputeDevice):
         return copy, self._event()
 
     def _demand_gpu(self, index: int) -> torch.Generator:
-        """Return the GPU's generator. Raises RuntimeError if there is no GPU."""
+        """Return the GPU's generator. Raises RuntimeError if there is no GPU.
+
+        Its memory is in segments that grow, so that less of it is lost between blocks, if the environment says nothing.
+        """
+        if not any(name in os.environ for name in _ALLOCATOR):
+            os.environ[_ALLOCATOR[0]] = "expandable_segments:True"  # torch reads it when it first allocates
         if not torch.cuda.is_available():
             raise RuntimeError(f"torch {torch.__version__} finds no GPU in this process: see its CUDA build and driver")
         torch.cuda.init()

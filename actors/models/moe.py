@@ -6,17 +6,20 @@ Shapes: B microbatch, S sequence, D hidden, T tokens (B x S), E experts, K choic
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from raypar.actors.expert_parallel.experts import DROPPED, run_experts
+from raypar.actors.expert_parallel.experts import DROPPED, DividedExperts, run_experts
 from raypar.actors.expert_parallel.gates import capacity_of, over_capacity, updated_bias
+from raypar.actors.expert_parallel.grouped import run_grouped
 from raypar.actors.expert_parallel.joint_loss import JointLoss
 from raypar.actors.expert_parallel.losses import Sums, alone, gshard_loss, load_of, switch_loss, z_loss
 from raypar.actors.expert_parallel.record import Balanced, attach_loss
 from raypar.actors.expert_parallel.router import Router, Routing
 from raypar.actors.layers.documents import Documents
+from raypar.actors.models.mlp import are_groupable, grouped_mlps
 from raypar.actors.specs.model import Transformer
 
 MakeMLP = Callable[[int], nn.Module]  # by its width
@@ -73,13 +76,22 @@ class MixtureOfExperts(nn.Module, Balanced):
         if real_T is not None:
             routing = routing._replace(chosen=routing.chosen.masked_fill(~real_T.unsqueeze(1), DROPPED))
         chosen_TK = self._kept_choices(routing, sequences=len(x_BSD))
-        y_BSD = run_experts(x_BSD.flatten(0, 1), self.experts, chosen_TK, routing.gates).view_as(x_BSD)
+        y_BSD = self._of_experts(x_BSD.flatten(0, 1), chosen_TK, routing, has_padding=real_T is not None).view_as(x_BSD)
         if self.residual is not None and self.mix is not None:
             parts_BS2 = self.mix(x_BSD).float().softmax(-1).to(y_BSD.dtype)
             y_BSD = y_BSD * parts_BS2[..., :1] + self.residual(x_BSD) * parts_BS2[..., 1:]
         if self.shared is not None:
             y_BSD = y_BSD + self.shared(x_BSD)
         return self._with_losses(y_BSD, routing, real_T) if self.training else y_BSD
+
+    def _of_experts(self, x_TD: Tensor, chosen_TK: Tensor, routing: Routing, *, has_padding: bool) -> Tensor:
+        """Return the outputs of the experts for their tokens, weighted and added up: (T, D)."""
+        experts, gates_TK = self.experts, routing.gates
+        if not isinstance(experts, DividedExperts) and are_groupable(mlps := [*experts], x_TD):
+            may_drop = has_padding or self.spec.capacity is not None or routing.skipped is not None
+            compute = partial(grouped_mlps, mlps)
+            return run_grouped(x_TD, chosen_TK, gates_TK, self.num_experts, compute, may_drop=may_drop)
+        return run_experts(x_TD, experts, chosen_TK, gates_TK)
 
     @torch.no_grad()
     def balance(self, asked_E: Tensor) -> None:

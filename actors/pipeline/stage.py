@@ -30,7 +30,7 @@ from raypar.actors.inspect.overflow import OverflowWatch
 from raypar.actors.inspect.recording import Listener
 from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.models.base import Model
-from raypar.actors.models.init.cast import cast_gradients
+from raypar.actors.models.init.cast import cast_gradients, own_first_gradients
 from raypar.actors.models.init.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.pipeline.offloaded_activations import OffloadedActivations
@@ -223,6 +223,8 @@ class Stage:
         ends: Divides the inputs and outputs of forwards and backwards, in which tensors of skips come last.
         listener: Observer of the forwards and backwards of the open step, or None.
         host: The tensors that its graphs save, if some are moved to host memory; else None.
+        is_captured: Whether layers compute in the memory of CUDA graphs, which later replays use again. Then outputs
+            and gradients of the stage are copies.
     """
 
     model: Model
@@ -244,6 +246,7 @@ class Stage:
     is_alone: bool = False
     listener: Listener | None = None
     host: OffloadedActivations | None = None
+    is_captured: bool = False
 
     def __post_init__(self) -> None:
         modules = dict(zip(self.layers, self.modules, strict=True))
@@ -386,7 +389,7 @@ class Stage:
         """
         if self.weights is not None:
             self.weights.start("forward")
-        return self._apply(0, 0, None, *inputs, head=head)
+        return self._own(self._apply(0, 0, None, *inputs, head=head))
 
     def backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         """Compute the backward of a microbatch, and add the gradients of parameters to their ``grad``.
@@ -429,19 +432,19 @@ class Stage:
             self.weights.start("forward")
         if not self._train:
             with torch.no_grad():
-                return self._apply(step, microbatch, target, *inputs)
+                return self._own(self._apply(step, microbatch, target, *inputs))
         self.record.open(microbatch)
         if not self.learns:
-            return tuple(value.detach() for value in self._apply(step, microbatch, target, *inputs))
+            return self._own(value.detach() for value in self._apply(step, microbatch, target, *inputs))
         if self._runs_again:
             forward = partial(self._apply, step, microbatch, target)
             with torch.no_grad():
                 outputs, then = self._changing.keep(partial(self._twice, forward, inputs))
             self._saved[step, microbatch] = (inputs, None, then, target)
-            return outputs
+            return self._own(outputs)
         inputs, outputs = self._with_history(step, microbatch, inputs, target)
         self._saved[step, microbatch] = (inputs, self.ends.tail(outputs), {}, target)
-        return tuple(value.detach() for value in outputs)
+        return self._own(value.detach() for value in outputs)
 
     def _backward(self, step: int, microbatch: int, gradients: Values) -> Values:
         found = self._backward_input(step, microbatch, gradients)
@@ -462,7 +465,8 @@ class Stage:
             del outputs
         if tail is not None:
             try:
-                with self._linears.postponed() as deferred, self._first_time.guarded("backward"):
+                gradients_kept = own_first_gradients(self.parameters().values()) if self.is_captured else nullcontext()
+                with self._linears.postponed() as deferred, self._first_time.guarded("backward"), gradients_kept:
                     self._deferred[step, microbatch] = deferred
                     ordered = self.ends.in_order(gradients)
                     if self._later and microbatch in self.halved and self.listener is None:
@@ -477,7 +481,11 @@ class Stage:
                         error.add_note(where)
                 raise
         wanted = (value for value in inputs if value.requires_grad)
-        return tuple(torch.zeros_like(value) if value.grad is None else value.grad for value in wanted)
+        return self._own(torch.zeros_like(value) if value.grad is None else value.grad for value in wanted)
+
+    def _own(self, values: Iterable[Tensor]) -> Values:
+        """Return values that stay as they are while layers compute the next microbatches."""
+        return tuple(value.clone() for value in values) if self.is_captured else tuple(values)
 
     def _cast_gradients(self) -> None:
         """Cast gradients that are the first ones of their parameters: layer by layer, which frees those in half."""

@@ -107,6 +107,7 @@ class Linears:
     Attributes:
         deferred: The deferred gradients of the running backward.
         anchor: Makes the outputs of halved layers parts of a graph.
+        halves: Whether replaced layers defer the gradients of their weights.
         memory: Functions that return memory for first gradients, by weight; each is removed when it is used.
         hook: The saved-tensor hook under which layers may still save tensors, because it returns them unchanged.
     """
@@ -120,7 +121,7 @@ class Linears:
         self._layers = [part for part in own if isinstance(part, nn.Linear) and type(part) in _REPLACEMENTS]
         self._fans = [part for part in parts if type(part) is SharedInputLinears]
         self._postponable = [part for part in own if isinstance(part, Postponable)]
-        self._halves = False
+        self.halves = False
         self.anchor = torch.empty(0, requires_grad=True)
         self.deferred: DeferredGradients | None = None
         self._wanted: Mapping[Tensor, Callable[[], Tensor]] = {}
@@ -164,7 +165,7 @@ class Linears:
         Args:
             halves: Whether they defer them.
         """
-        self._halves = halves
+        self.halves = halves
 
     def make_in(self, wanted: Mapping[Tensor, Callable[[], Tensor]], least: int = _LEAST_BYTES) -> None:
         """Compute the first gradients after every ``begin`` in given memory.
@@ -198,7 +199,7 @@ class Linears:
         """Return whether to call these layers on one input through ``call``: it is of use, and possible."""
         if torch.compiler.is_compiling() or self.deferred is not None:
             return False
-        wanted = self._halves or any(layer.weight in self._wanted for layer in layers)
+        wanted = self.halves or any(layer.weight in self._wanted for layer in layers)
         return wanted and all(_usual(layer.weight, layer.bias, x, self._hook_of(layer)) for layer in layers)
 
     def _hook_of(self, layer: nn.Linear) -> object:
@@ -212,7 +213,7 @@ class Linears:
     def product(self, products: Products, x: Tensor, pairs: Sequence[Pair]) -> tuple[Tensor, ...]:
         """Return the outputs for weights and biases of layers of one kind; see ``Postponer``."""
         outs: tuple[Tensor, ...]
-        if self._halves:
+        if self.halves:
             outs = _Halved.apply(self, products, pairs, x, self.anchor)  # type: ignore[no-untyped-call]
         else:
             outs = LinearProduct.apply(products, self.take_memory, x, *chain.from_iterable(pairs))  # type: ignore[no-untyped-call]

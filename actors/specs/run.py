@@ -21,6 +21,7 @@ from raypar.actors.specs.recompute import Recompute
 from raypar.actors.specs.resources import Resources
 from raypar.actors.specs.types import (
     Backward,
+    Compile,
     Context,
     DeviceChoice,
     ExecutorName,
@@ -194,9 +195,10 @@ class Run:
     of a sequence, else samples"""
     track: tuple[Tracker, ...] = ()
     """trackers that get every step: tensorboard (files in the folder), wandb, mlflow, ray (the cluster's dashboard)"""
-    compile: bool = False
+    compile: Compile = False
     """let torch's compiler make each layer's forward and backward: other bits, some minutes at the start, and on CPUs a
-    C++ compiler; where it fails, layers are computed as they are, and one line says so"""
+    C++ compiler; graphs: also replay them as CUDA graphs, on GPUs; where it fails, layers are computed as they are, and
+    one line says so"""
     threads: Annotated[int, Ge(1), Le(1024)] | None = None
     """CPU threads of an actor; None: as many as it has CPUs (resources.cpus), one at least"""
     resources: Resources = field(default_factory=Resources)

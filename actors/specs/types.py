@@ -14,6 +14,7 @@ DeviceKind = Literal["cpu", "cuda"]
 DeviceChoice = Literal["auto", DeviceKind]
 SharedGpu = Literal["staged", "nccl"]  # how actors of one GPU exchange tensors
 Backward = Literal["auto", "whole", "split"]  # which backwards are split into I and W
+Compile = bool | Literal["graphs"]  # whether layers are compiled, and replayed as CUDA graphs
 Format = Literal["fp16", "bf16", "fp32"]  # of floating-point numbers
 Tracker = Literal["tensorboard", "wandb", "mlflow", "ray"]
 Split = Literal["even", "balanced"] | tuple[int, ...]  # layers to stages: a rule, or a count for each stage

@@ -39,6 +39,10 @@ class Routers:
         """Set the weight of a microbatch's auxiliary losses, in rows whose microbatches belong to several steps."""
         self._record.weight = weight
 
+    def copy(self) -> None:
+        """Start to copy what the routers have recorded to the host, before the step's other reads."""
+        self._record.copy(self._context.device.read_back)
+
     def balance(self, updated: Updated) -> None:
         """Balance the routers by the tokens of the whole step, over all replicas, after an update that was not skipped.
 

@@ -313,6 +313,7 @@ class Worker:
             return
         step, parts = self._step, self.parts
         step.copy_losses(self._device)
+        self._routers.copy()
         compare_if_due(self.context, parts.part, range(step.number, step.number + 1), f"in step {step.number + 1}")
         self._recheck.compare(step.number + 1)
         if parts.reducer is not None:

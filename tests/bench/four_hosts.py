@@ -38,6 +38,9 @@ def train(loop: str, zero: int, rank: int, hidden: int) -> None:
     from tests.bench.peers.fsdp import fsdp
     from tests.bench.trainer import serve
 
+    tree = Path(os.environ["PYTHONPATH"])
+    if not Path(rp.__file__).is_relative_to(tree):
+        raise RuntimeError(f"raypar is not that of {tree}, but {rp.__file__}: hosts see no folder below /tmp")
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what else is printed goes to the log
     torch.set_num_threads(1)

@@ -346,6 +346,17 @@ def test_a_row_reports_its_figures_and_what_a_cpu_lacks(tmp_path):
     assert found["notes"] == ["MFU: it needs a GPU", "kernels and gaps: a CPU has none"]
 
 
+@NO_GPU
+@pytest.mark.parametrize(
+    "contestant",
+    ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "raypar-zero-0", "raypar-zero-3"))],
+)
+def test_replicas_of_one_gpu_are_processes_of_their_own(tmp_path, contestant):
+    code, found = report_of(tmp_path, f"gpt-124m/bf16/2 on one GPU/{contestant}")
+    assert (code, found["status"], found["reason"]) == (0, "done", "")
+    assert found["figures"]["tokens_per_s"] > 0 and found["figures"]["peak_memory_gib"] > 0
+
+
 def test_a_row_says_what_it_can_not_do_and_why_it_failed(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)  # as where it is not installed
     code, found = report_of(tmp_path, "pp=2 over NCCL on one GPU")

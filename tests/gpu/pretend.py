@@ -307,6 +307,12 @@ if __name__ == "__main__":
     precisions = ("fp32", "bf16", "fp16") if is_all else ("bf16",)
     one = {"pp": 1, **gpt(attention="materialised")}
     found |= {"reads": {kind: reads(one | {"precision": rp.Precision(kind)}) for kind in precisions}}
+    experts = {
+        "gates": gpt(rp.Llama, attention="materialised", moe=rp.MoE(experts=4, top_k=2, bias_rate=0.01, loss="switch")),
+        "capacity": gpt(attention="materialised", moe=rp.MoE(experts=4, gate="switch", top_k=1, capacity=1.0)),
+    }
+    half = {"pp": 1, "precision": rp.Precision("bf16"), "optim": rp.AdamW(lr=0.01), "clip": 1.0}
+    found |= {"reads with experts": {name: reads(half | model) for name, model in experts.items()}}
     found |= {"reads of replicas": {zero: reads_of_replicas(zero) for zero in range(2)}}
     widths, depths = ((16, 256), (2, 8, 32)) if is_all else ((256,), (2, 4))
     sizes = [(kind, width) for kind in precisions for width in widths]

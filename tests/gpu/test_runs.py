@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import raypar as rp
+from raypar.actors.expert_parallel.experts import run_experts
+from raypar.actors.expert_parallel.grouped import run_grouped
 from raypar.actors.inspect.profile_file import plain_trace
+from raypar.actors.models.mlp import MLP, are_groupable, grouped_mlps
 from raypar.parity.verify import relative_error, train_plainly
 from raypar.planner.hardware.data_sheets import DEVICES
 from raypar.planner.hardware.peak_flops import data_sheet_of
@@ -96,6 +100,43 @@ def test_an_actor_that_hangs_ends_the_job_at_its_deadline(cluster):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.parametrize("mesh", [rp.Mesh(), rp.Mesh(pp=2), rp.Mesh(dp=2)], ids=str)
+def test_graphs_compute_what_compiled_layers_do(cluster, mesh):
+    """Over more steps than the compiler needs to record them, and an evaluation in between."""
+    found = []
+    for compiled in (True, "graphs"):
+        with rp.launch(tiny(mesh, compile=compiled)) as job:
+            losses = [report.loss for report in job.train(2)]
+            losses.append(job.evaluate(1).loss)
+            losses += [report.loss for report in job.train(1)]
+            found.append((losses, dict(job.weights())))
+    (losses, weights), (others, theirs) = found
+    assert others == pytest.approx(losses, rel=CPU_CLOSE)
+    assert max(relative_error(theirs[name], weight) for name, weight in weights.items()) < CPU_CLOSE
+
+
+def test_experts_whose_products_are_grouped_compute_what_single_ones_do():
+    spec = rp.Llama(layers=1, hidden=64, heads=2, ffn=96)
+    torch.manual_seed(3)
+    mlps = nn.ModuleList(MLP(spec, nn.Linear, 96) for _ in range(5)).cuda().bfloat16()
+    x = torch.randn(57, 64, device="cuda", dtype=torch.bfloat16)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(57)]).cuda()
+    chosen[torch.rand(57, 2, device="cuda") < 0.3] = -1
+    gates, outs = torch.rand(57, 2, device="cuda"), []
+    assert are_groupable([*mlps], x)
+    for run in (
+        lambda tokens: run_experts(tokens, mlps, chosen, gates),
+        lambda tokens: run_grouped(tokens, chosen, gates, 5, partial(grouped_mlps, [*mlps]), may_drop=True),
+    ):
+        mlps.zero_grad()
+        tokens = x.clone().requires_grad_()
+        out = run(tokens)
+        out.float().square().sum().backward()
+        outs.append([out, tokens.grad, *(one.grad for one in mlps.parameters())])
+    for one, other in zip(*outs, strict=True):
+        assert relative_error(one.float(), other.float()) < 0.02
+
+
 def test_a_profile_has_the_kernels_of_each_action(cluster, tmp_path):
     run = tiny(rp.Mesh(), folder=str(tmp_path / "run"), profile=(2, 3))
     with rp.launch(run) as job:
@@ -107,6 +148,7 @@ def test_a_profile_has_the_kernels_of_each_action(cluster, tmp_path):
     assert all((report.mfu is not None) == known for report in reports)
     trace = json.loads(plain_trace(tmp_path / "run" / "profile" / "pp=0.json.gz"))
     assert trace["steps"] == [2, 3]
+    assert (tmp_path / "run" / "profile" / "pp=0.memory.pickle").stat().st_size > 1000
     kernels = [one for one in trace["traceEvents"] if one.get("cat") == "kernel"]
     on_gpu = {one["name"] for one in trace["traceEvents"] if one.get("cat") == "gpu_user_annotation"}
     assert kernels and {"0F0", "0B0", "STEP"} <= on_gpu

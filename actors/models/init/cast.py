@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,24 @@ def cast_gradients(parameters: Sequence[nn.Parameter]) -> None:
     copy_each(sums, gradients)
     for one, total in zip(first, sums, strict=True):
         one.grad = total
+
+
+@contextmanager
+def own_first_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Copy gradients that a backward makes as the first ones of parameters, by one op.
+
+    autograd keeps the tensor that a backward returns, and so its memory, which the next one may write into.
+
+    Args:
+        parameters: The parameters.
+    """
+    without = [one for one in parameters if one.grad is None]
+    yield
+    made = [(one, one.grad) for one in without if one.grad is not None]
+    copies = [torch.empty_like(gradient) for _, gradient in made]
+    copy_each(copies, [gradient for _, gradient in made])
+    for (parameter, _), copy in zip(made, copies, strict=True):
+        parameter.grad = copy
 
 
 def _tensors_of(module: nn.Module) -> Iterable[Tensor]:

@@ -35,7 +35,7 @@ from raypar.actors.specs.run import Run
 from raypar.actors.specs.types import ProgramName, format_watched
 from raypar.actors.tensors import dtype_of
 from raypar.actors.worker.build.flow import StageExchange, TokenFlow
-from raypar.actors.worker.build.layers import LayerMaker, compile_layers
+from raypar.actors.worker.build.layers import LayerMaker, captures_graphs, compile_layers
 from raypar.actors.worker.build.model_part import ModelPart
 from raypar.actors.worker.build.parallelize import Parallelizer, axis_styles
 from raypar.actors.worker.build.plan import ActorPlan
@@ -242,7 +242,10 @@ def assemble(context: RankContext) -> Assembly:
     if run.activations_on_device is not None:
         move_activations(part.stages)
     if run.compile:
-        compile_layers([module for stage in part.stages.values() for module in stage.modules])
+        graphs = captures_graphs(plan, device)
+        compile_layers([module for stage in part.stages.values() for module in stage.modules], graphs=graphs)
+        for stage in part.stages.values():
+            stage.is_captured = graphs
     scaler = LossScaler(run.loss_scale if run.loss_scale.is_on(run.precision) else None)
     flow = _flow_of(context, part, scaler)
     if not plan.world.reduces_at(context.pp) or (plan.world.is_expert(plan.rank) and not part.storage.is_off_device):

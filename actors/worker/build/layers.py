@@ -26,6 +26,7 @@ from raypar.actors.specs.model import Layers
 from raypar.actors.worker.build.initial_values import SharedDraws, shared_draws
 from raypar.actors.worker.build.plan import ActorPlan
 
+Backend = str | Callable[..., Any]  # of torch's compiler
 log = logging.getLogger(__name__)
 
 
@@ -140,7 +141,27 @@ class LayerMaker:
         return shards
 
 
-def compile_layers(modules: Sequence[nn.Module], backend: str = "inductor") -> None:
+def captures_graphs(plan: ActorPlan, device: ComputeDevice) -> bool:
+    """Return whether compiled layers are to be replayed as CUDA graphs; log one line if a run asks in vain.
+
+    A graph reads and writes the same memory whenever it is replayed.
+    """
+    run = plan.run
+    if run.compile != "graphs":
+        return False
+    if device.kind != "cuda":
+        why = "CPUs have no CUDA graphs"
+    elif run.zero == 3 or run.offload == "parameters":
+        why = "weights come to other memory in every step (zero 3, or offload 'parameters')"
+    elif plan.programs["train"].stream:
+        why = "weights have versions in other memory (an asynchronous schedule)"
+    else:
+        return True
+    log.warning("compile: 'graphs' captures nothing, as %s; layers are compiled as with True", why)
+    return False
+
+
+def compile_layers(modules: Sequence[nn.Module], backend: Backend = "inductor", *, graphs: bool = False) -> None:
     """Compile layers with torch's compiler, in place. The compiler is imported here, which takes seconds.
 
     The first call of a layer compiles all layers of its kind: blocks that differ only in their weights share graphs,
@@ -149,11 +170,13 @@ def compile_layers(modules: Sequence[nn.Module], backend: str = "inductor") -> N
     Args:
         modules: The layers. Their names and parameters do not change.
         backend: The compiler's backend.
+        graphs: Whether the compiler captures what it makes as CUDA graphs, where it can: it logs where it can't. Their
+            memory is that of later replays, too, so what leaves a stage has to be copied.
     """
     logged: set[str] = set()
     for module in modules:
         try:
-            module.compile(backend=backend)
+            module.compile(backend=backend, mode="reduce-overhead" if graphs else None)
         except Exception as error:
             _log_once(logged, error)
         else:

@@ -43,7 +43,7 @@ class FlagField(NamedTuple):
     def off(self) -> str:
         """The flag that switches it off, such as ``--model.no-tied``; "" if there is none."""
         part, dot, name = self.path.rpartition(".")
-        has_off = self.hint is bool and name not in dict(extras(self.owner))
+        has_off = bool in members(self.hint) and name not in dict(extras(self.owner))
         return spelled(f"{part}{dot}no_{name}") if has_off else ""
 
     @property

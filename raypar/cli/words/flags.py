@@ -61,7 +61,7 @@ class _Flag:
 
     def words(self) -> list[str]:
         """Return the words as tyro reads them."""
-        name = self.path if self.path in _SHORT.values() else self.typed.removeprefix("--")
+        name = spelled(self.path).removeprefix("--") if self.values else self.typed.removeprefix("--")
         if any(_fits(self.values, kind) for kind in members(self.hint) if kind in (NoneType, bool)):
             return [f"--{name}", self.values[0].capitalize()]
         return [f"--{name}", *self.values]
@@ -154,7 +154,7 @@ def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Fla
             word = words[index - 1]
             yield _Flag(word, word, (), None) if word.startswith("-") and len(word) > 1 else word
             continue
-        path = typed.removeprefix("--").replace("-", "_")
+        path = _path_typed(typed)
         path = _field_of(kind, _SHORT.get(path, path), hints)
         hint = hints.get(path)
         after: list[str] = []
@@ -169,9 +169,18 @@ def _grouped(kind: type, words: Sequence[str], default: object) -> Iterator[_Fla
         if hint is None:  # one fault is enough, without one for each of its values
             most = len([*takewhile(lambda word: not is_base(word), after)])
         values = [value] if equals else after[:most]
+        is_off = path != _path_typed(typed)
+        is_alone = bool in members(hint) and not equals and (is_off or not values or is_base(values[0]))
+        values = [] if is_alone else values
         index += 0 if equals else len(values)
         values = [item for one in values for item in _items(one, hint)]
+        if is_alone:
+            values = ["false" if is_off else "true"]
         yield _Flag(typed, path, values, hint)
+
+
+def _path_typed(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def is_base(word: str) -> bool:
@@ -183,7 +192,7 @@ def _field_of(kind: type, path: str, hints: Mapping[str, Any]) -> str:
     """Return the path of a flag's field: ``--model.no-tied`` is a flag of ``model.tied``."""
     part, dot, name = path.rpartition(".")
     on = f"{part}{dot}{name.removeprefix('no_')}"
-    is_off = path not in hints and hints.get(on) is bool and on not in dict(extras(kind))
+    is_off = path not in hints and bool in members(hints.get(on)) and on not in dict(extras(kind))
     return on if is_off else path
 
 

@@ -127,3 +127,14 @@ def test_steps_that_overlap_are_profiled_as_one(tmp_path):
     assert "" in [one.profile for one in results]
     (path,) = (tmp_path / "run" / "profile").iterdir()
     assert json.loads(plain_trace(path))["steps"] == [2] and "ProfilerStep#2" in slices(path), "the last one"
+
+
+def test_a_gpu_s_allocations_in_these_steps_are_a_file_for_torch_s_viewer(tmp_path, monkeypatch):
+    team, calls = profiled(tmp_path), []
+    device = team.all[0].member.context.device
+    monkeypatch.setattr(device, "record_allocations", lambda on: calls.append(on))
+    monkeypatch.setattr(device, "allocations", lambda: f"after {len(calls)} calls".encode())
+    for step in range(4):
+        team.step(step)
+    assert calls == [True, True, False], "it begins anew in no step, and ends with the last one"
+    assert (tmp_path / "run" / "profile" / "pp=0.memory.pickle").read_bytes() == b"after 2 calls"

@@ -100,6 +100,12 @@ def assert_one_read(pretended):
         assert set(reads.values()) == {0}, precision
 
 
+def test_the_host_does_not_wait_for_the_loads_of_experts_that_are_all_on_one_gpu(pretended):
+    for model, reads in pretended["reads with experts"].items():
+        assert reads.pop("STEP") == 1, model
+        assert len(reads) == 8 and set(reads.values()) == {0}, model
+
+
 def test_the_host_of_a_replica_waits_for_its_messages_and_reads_the_norms(pretended):
     """The use of all buckets comes with one wait; another is for the end of the step."""
     for found in pretended["reads of replicas"].values():

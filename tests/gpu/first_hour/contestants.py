@@ -14,6 +14,12 @@ from tests.bench.trainer import LocalTrainer, Trainer
 from tests.gpu.first_hour.kernels import KernelRecorder, StepKernels, begin_in_actor, end_in_actor
 from tests.gpu.first_hour.outcome import NotPossibleError
 
+OURS: dict[str, dict[str, Any]] = {  # raypar's contestants: fields of their runs
+    "raypar": {},
+    "raypar-compiled": {"compile": True},
+    "raypar-graphs": {"compile": "graphs"},
+    "raypar-fp8": {"precision": rp.Precision("fp8")},
+}
 _ANSWER = 120.0  # seconds in which an actor begins and ends a record
 
 
@@ -22,10 +28,11 @@ def build(contestant: str, run: rp.Run) -> Trainer:
 
     Raises NotPossibleError if this machine lacks what it needs.
     """
-    if contestant == "raypar-compiled" and run.device == "cpu":
-        raise NotPossibleError("on a CPU raypar's compiler takes minutes, and a C++ compiler: its rows need a GPU")
-    if contestant.startswith("raypar"):
-        return _raypar(replace(run, compile=contestant.endswith("-compiled")))
+    if contestant in OURS:
+        run = replace(run, **OURS[contestant])
+        if run.compile and run.device == "cpu":
+            raise NotPossibleError("on a CPU raypar's compiler takes minutes, and a C++ compiler: its rows need a GPU")
+        return raypar_trainer(run)
     place = device_of("cuda" if run.device == "cuda" else "cpu")
     place.enter()
     return _PLAIN[contestant](run, place)
@@ -47,7 +54,8 @@ def record_step(trainer: Trainer, number: int) -> StepKernels:
     return found
 
 
-def _raypar(run: rp.Run) -> Trainer:
+def raypar_trainer(run: rp.Run) -> Trainer:
+    """Return a job of raypar. Raises NotPossibleError without Ray."""
     try:
         from tests.bench.local_ray import quiet
         from tests.bench.ours import RayparTrainer

@@ -132,11 +132,20 @@ def _pipeline_table(outcomes: Mapping[str, Outcome]) -> Table:
     return _table("A pipeline on one GPU", columns, outcomes, words=[name for name, _, _ in columns[:2]])
 
 
+def _replicas_table(outcomes: Mapping[str, Outcome]) -> Table:
+    columns: _Columns = (
+        ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+        ("peak GiB of a replica", "peak_memory_gib", "{:.2f}".format),
+    )
+    return _table("Several replicas on one GPU, all with the same variables of NCCL", columns, outcomes)
+
+
 _TABLES: dict[Kind, Callable[[Mapping[str, Outcome]], Table]] = {
     "training": _training_table,
     "tests": _tests_table,
     "groups": _groups_table,
     "pipeline": _pipeline_table,
+    "replicas": _replicas_table,
 }
 
 

@@ -47,6 +47,10 @@ def measure(name: str, result: ResultFile, chosen: argparse.Namespace) -> None:
         from tests.gpu.first_hour.nccl_groups import measure_group
 
         measure_group(**options)
+    elif row.kind == "replicas":
+        from tests.gpu.first_hour.replicas import measure_replicas
+
+        measure_replicas(**options, cache=chosen.cache)
     else:
         from tests.gpu.first_hour.nccl_pipeline import measure_pipeline
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["training", "tests", "groups", "pipeline"]
+RAYPAR = {"raypar-zero-0": 0, "raypar-zero-3": 3}  # several replicas on one GPU: raypar's, by their ZeRO levels
+PEERS = ("ddp", "fsdp2")  # ... and those of torch
+Kind = Literal["training", "tests", "groups", "pipeline", "replicas"]
 FOLDER = Path(__file__).parents[1]  # of the tests that need a GPU
 SMALL_SECONDS = 8.0  # of a row in small sizes
 
@@ -41,6 +43,7 @@ _CONTESTANTS = {
     "nanochat-like": 60,
     "fsdp2": 30,
     "raypar-compiled": 70,
+    "raypar-graphs": 80,
 }
 _TEST_SECONDS = {
     "test_device": 12,
@@ -50,6 +53,11 @@ _TEST_SECONDS = {
     "test_shared_gpu": 420,
     "test_layouts": 240,
 }
+
+
+def _replicas(number: int, contestant: str) -> Row:
+    arguments = {"workload": "gpt-124m", "dtype": "bf16", "contestant": contestant, "replicas": number}
+    return Row(f"gpt-124m/bf16/{number} on one GPU/{contestant}", "replicas", 30 + 10 * number, arguments)
 
 
 def _tests(name: str) -> Row:
@@ -65,8 +73,11 @@ def _rows() -> Iterator[Row]:
     for size in (2, 4):
         yield Row(f"NCCL group of {size} actors on one GPU", "groups", 20 + 10 * size, {"size": size})
     yield Row("pp=2 over NCCL on one GPU", "pipeline", 45)
+    yield _training("gpt-124m", "bf16", "raypar-fp8", 40)
     for contestant, seconds in _CONTESTANTS.items():
         yield _training("llama-1.3b", "bf16", contestant, 1.3 * seconds)
+    yield _training("llama-1.3b", "bf16", "raypar-fp8", 50)
+    yield from (_replicas(number, contestant) for number in (2, 4) for contestant in (*RAYPAR, *PEERS))
     yield from map(_tests, known[4:])
     for contestant in ("raypar", "torch", "torch-compiled", "fsdp2"):
         yield _training("llama-8b-lora", "bf16", contestant, 150)

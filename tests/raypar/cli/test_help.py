@@ -148,7 +148,8 @@ def test_values_and_switches_are_spelled_as_they_are_typed():
     found = {one.path: one for one in fields_of_every_part(TrainArgs)}
     assert found["zero"].value == "0|1|2|3|none" and found["zero"].choices == ["0", "1", "2", "3", "none"]
     assert (found["steps"].value, found["steps"].choices) == ("N", [])
-    assert (found["compile"].value, found["compile"].off) == ("", "--no-compile")
+    assert (found["compile"].value, found["compile"].off) == ("true|false|graphs", "--no-compile")
+    assert (found["sequence_parallel"].value, found["sequence_parallel"].off) == ("", "--no-sequence-parallel")
     assert found["dry_run"].off == "", "which has none"
     assert found["optim.kind"].choices == ["adamw", "sgd", "muon"]
     assert found["model.lora"].choices == ["none"]
