@@ -50,7 +50,7 @@ def made(monkeypatch):
         return graph.forward
 
     monkeypatch.setattr(
-        "raypar.actors.worker.build.assemble.compile_layers", lambda modules: compile_layers(modules, kept)
+        "raypar.actors.worker.build.assemble.compile_layers", lambda modules, graphs: compile_layers(modules, kept)
     )
     return graphs
 
