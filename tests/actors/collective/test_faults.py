@@ -153,6 +153,7 @@ def test_rays_own_calls_work_on_our_backend(cluster, actors):
     assert got == [stocked(rank) for rank in range(2)]
 
 
+@pytest.mark.long
 def test_a_group_leaves_no_keys_in_rays_store(cluster, actors):
     from ray.experimental import internal_kv
 

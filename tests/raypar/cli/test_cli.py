@@ -730,6 +730,7 @@ def test_a_ray_that_is_late_is_started_again(said, monkeypatch, data):
     assert "try again when the machine is less busy (load " in err.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_sigterm_saves_a_run_and_ends_its_actors(cluster, data, tmp_path):
     """On the tests' own Ray; what a program does to one that it has started is in job/test_faults.py."""
     before = cluster.util.list_named_actors(all_namespaces=True)

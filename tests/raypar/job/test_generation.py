@@ -119,6 +119,7 @@ def test_every_model_goes_on_as_whole_forwards_do(model):
         assert team_texts(run_of(model, **changes), PROMPTS, 8) == plain_texts(model, PROMPTS, 8)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "changes",
@@ -129,6 +130,7 @@ def test_a_vocabulary_that_tensor_ranks_can_not_divide_equally_generates(changes
     assert team_texts(run_of(model, **changes), PROMPTS, 6) == plain_texts(model, PROMPTS, 6)
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("changes", [{"mesh": rp.Mesh(dp=2, ep=2)}, {"mesh": rp.Mesh(tp=2, ep=2)}])
 def test_divided_experts_generate(changes):

@@ -25,6 +25,7 @@ def launched(job):
     return {op for table in job.ledger().values() for axis, op in table if axis == "launch"}
 
 
+@pytest.mark.long
 def test_a_launch_sends_values_and_a_recovery_a_relayout_and_a_resumed_run_none(tmp_path):
     with rp.launch(RUN, chaos=[rp.chaos.kill("dp=1", at="0F0", step=2)]) as job:
         assert launched(job) == {"all_to_all"} | COMPARED, "spans, of which no digests are compared"

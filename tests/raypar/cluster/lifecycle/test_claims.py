@@ -170,6 +170,7 @@ def test_nodes_that_come_are_said(monkeypatch, caplog):
 
 
 @pytest.mark.usefixtures("cluster")
+@pytest.mark.long
 def test_what_a_reset_and_a_relayout_do_not_need_is_given_back_and_claimed_again(caplog):
     def mine(job):
         its = (its for its in placement_group_table().values() if its["name"].startswith(job._loading._name))

@@ -50,6 +50,7 @@ def copies(job):
     return {share.rank: steps for share, steps in files_of(job, slice(3, None)).steps().items()}
 
 
+@pytest.mark.long
 def test_copies_are_made_beside_the_steps_and_begin_anew_after_a_failure(elsewhere):
     with rp.launch(RUN, chaos=[rp.chaos.kill("pp=1", at="1F1", step=6)]) as job:
         losses = [report.loss for report in job.train(5)]
