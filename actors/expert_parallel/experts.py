@@ -37,7 +37,14 @@ class Order(NamedTuple):
 
 
 class DividedExperts(nn.ModuleDict):
-    """The experts of one actor, by their numbers among all experts of a layer. See exchange.py."""
+    """The experts of one actor, by their numbers among all experts of a layer. See token_exchange.py.
+
+    Attributes:
+        most_rows: The most tokens of any actor that an expert computes in one call, where that is known and the same on
+            all actors, and rows are to be padded to it, so that the host needs no numbers of the device; else None.
+    """
+
+    most_rows: int | None = None
 
     @abstractmethod
     def run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
@@ -137,7 +144,8 @@ class _Combine(torch.autograd.Function):
         of_gates = of_rows = None
         if ctx.needs_input_grad[1]:
             flat = torch.linalg.vecdot(grad_ND, rows_ND)
-            of_gates = torch.zeros_like(gates_TK).flatten().index_copy(0, order.places, flat).view_as(gates_TK)
+            of_gates = flat.index_select(0, order.rows.flatten()).view_as(gates_TK) if len(flat) else gates_TK * 0.0
+            of_gates = of_gates if order.kept is None else of_gates.masked_fill(~order.kept, 0.0)
         if ctx.needs_input_grad[0]:
             of_rows = grad_ND * gates_TK.flatten().index_select(0, order.places).unsqueeze(1)
         return of_rows, of_gates, None

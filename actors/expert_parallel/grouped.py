@@ -36,6 +36,11 @@ def suits_grouped(x_TD: Tensor) -> bool:
     return x_TD.device.type != "cpu" and x_TD.dtype == torch.bfloat16
 
 
+def pads_rows(x_TD: Tensor) -> bool:
+    """Return whether rows that are exchanged are padded to the capacity, as the host would wait for their number."""
+    return x_TD.device.type != "cpu"
+
+
 def run_grouped(
     x_TD: Tensor,
     chosen_TK: Tensor,
@@ -66,6 +71,35 @@ def run_grouped(
     dropped_N1 = (experts_N == num_experts).unsqueeze(1) if may_drop else None
     rows_ND = _without(spread(x_TD, order), dropped_N1)  # here for the gradient of rows that no product writes
     return combine(_without(compute(rows_ND, ExpertRows(ends_E, experts_N)), dropped_N1), gates_TK, order)
+
+
+def run_padded(
+    x_TD: Tensor,
+    chosen_TK: Tensor,
+    gates_TK: Tensor,
+    num_experts: int,
+    most: int,
+    compute: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Return for each token the sum (T, D) of its experts' outputs, each expert called with the same number of rows.
+
+    Args:
+        x_TD: The tokens.
+        chosen_TK: The experts that each token chose, int64, each from 0 to E - 1, or -1 for a dropped choice.
+        gates_TK: The weight of each choice.
+        num_experts: Number E of experts.
+        most: The most choices of one expert. Missing ones are rows of zeros, whose outputs count nowhere.
+        compute: Computes the rows (E x most, D) of all experts, in the order of the experts.
+    """
+    flat_N, places = chosen_TK.flatten(), num_experts * most
+    experts_N, choices_N = flat_N.masked_fill(flat_N < 0, num_experts).sort(stable=True)
+    at_N = torch.arange(len(flat_N), device=x_TD.device) - torch.searchsorted(experts_N, experts_N)
+    rows_N = (experts_N * most + at_N).clamp(max=places)  # dropped ones share one more row, which is cut off
+    choice_of = choices_N.new_zeros(places + 1).scatter_(0, rows_N, choices_N)[:-1]
+    is_empty = torch.ones(places + 1, dtype=torch.bool, device=x_TD.device).scatter_(0, rows_N, False)[:-1, None]
+    rows_TK = torch.empty_like(choices_N).scatter_(0, choices_N, rows_N.clamp(max=places - 1)).view_as(chosen_TK)
+    order = Order(choice_of // chosen_TK.shape[1], choice_of, rows_TK, chosen_TK >= 0, [])
+    return combine(_without(compute(_without(spread(x_TD, order), is_empty)), is_empty), gates_TK, order)
 
 
 def grouped_linear(x_ND: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], rows: ExpertRows) -> Tensor:

@@ -17,6 +17,7 @@ from raypar.actors.autograd.recompute import Anchored
 from raypar.actors.collective.autograd import all_to_all_rows, join_rows, own_rows
 from raypar.actors.collective.group import Group
 from raypar.actors.expert_parallel.experts import DividedExperts, combine, order_by_expert, spread
+from raypar.actors.expert_parallel.grouped import run_padded
 from raypar.actors.expert_parallel.record import Routed
 from raypar.actors.expert_parallel.rounds import Trip, in_rounds
 from raypar.actors.expert_parallel.shadowing import Shadowing, dispatch
@@ -94,6 +95,8 @@ class TokenExchange(DividedExperts, Anchored, Routed):
         return self._exchanged_outputs(link.expand(0, width), asked)[:, :1]
 
     def _run(self, x_TD: Tensor, chosen_TK: Tensor, gates_TK: Tensor) -> Tensor:
+        if self.most_rows is not None and not self._most and len(self._holders) == self._group.size:
+            return run_padded(x_TD, chosen_TK, gates_TK, self._num_experts, self.most_rows, self._padded_outputs)
         order = order_by_expert(chosen_TK, self._num_experts, tokens=len(x_TD))
         rows_ND, (asked, _) = spread(x_TD, order), self._asked(order.counts, x_TD.shape[1])
         shadows = self._shadows(asked, rows_ND) if self._most else ()
@@ -113,6 +116,16 @@ class TokenExchange(DividedExperts, Anchored, Routed):
         came_ND = all_to_all_rows(self.anchored(rows_ND), self._group, there, here)
         made_ND = self._computed(came_ND, asked[:, self._own]) if len(self) else came_ND
         return all_to_all_rows(made_ND, self._group, here, there)
+
+    def _padded_outputs(self, rows_ND: Tensor) -> Tensor:
+        """Return the experts' outputs for as many rows of this actor for each expert (N, D)."""
+        size, each, width = self._group.size, len(self), rows_ND.shape[1]
+        splits = [len(rows_ND) // size] * size
+        came_ND = all_to_all_rows(self.anchored(rows_ND), self._group, splits, splits)
+        by_expert = came_ND.view(size, each, -1, width).transpose(0, 1).flatten(1, 2)
+        made = torch.stack([expert(part) for expert, part in zip(self.values(), by_expert, strict=True)])
+        made_ND = made.unflatten(1, (size, -1)).transpose(0, 1).flatten(0, 2)
+        return all_to_all_rows(made_ND, self._group, splits, splits)
 
     def _outputs_in_rounds(self, rows_ND: Tensor, asked: Tensor) -> Tensor:
         """Return the same as ``_outputs``, computed by groups of each actor's experts."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from raypar.actors.expert_parallel.experts import DROPPED, DividedExperts, run_experts
 from raypar.actors.expert_parallel.gates import capacity_of, over_capacity, updated_bias
-from raypar.actors.expert_parallel.grouped import run_grouped
+from raypar.actors.expert_parallel.grouped import pads_rows, run_grouped
 from raypar.actors.expert_parallel.joint_loss import JointLoss
 from raypar.actors.expert_parallel.losses import Sums, alone, gshard_loss, load_of, switch_loss, z_loss
 from raypar.actors.expert_parallel.record import Balanced, attach_loss
@@ -76,7 +76,7 @@ class MixtureOfExperts(nn.Module, Balanced):
         if real_T is not None:
             routing = routing._replace(chosen=routing.chosen.masked_fill(~real_T.unsqueeze(1), DROPPED))
         chosen_TK = self._kept_choices(routing, sequences=len(x_BSD))
-        y_BSD = self._of_experts(x_BSD.flatten(0, 1), chosen_TK, routing, has_padding=real_T is not None).view_as(x_BSD)
+        y_BSD = self._of_experts(x_BSD, chosen_TK, routing, has_padding=real_T is not None).view_as(x_BSD)
         if self.residual is not None and self.mix is not None:
             parts_BS2 = self.mix(x_BSD).float().softmax(-1).to(y_BSD.dtype)
             y_BSD = y_BSD * parts_BS2[..., :1] + self.residual(x_BSD) * parts_BS2[..., 1:]
@@ -84,14 +84,24 @@ class MixtureOfExperts(nn.Module, Balanced):
             y_BSD = y_BSD + self.shared(x_BSD)
         return self._with_losses(y_BSD, routing, real_T) if self.training else y_BSD
 
-    def _of_experts(self, x_TD: Tensor, chosen_TK: Tensor, routing: Routing, *, has_padding: bool) -> Tensor:
+    def _of_experts(self, x_BSD: Tensor, chosen_TK: Tensor, routing: Routing, *, has_padding: bool) -> Tensor:
         """Return the outputs of the experts for their tokens, weighted and added up: (T, D)."""
-        experts, gates_TK = self.experts, routing.gates
+        experts, gates_TK, x_TD = self.experts, routing.gates, x_BSD.flatten(0, 1)
         if not isinstance(experts, DividedExperts) and are_groupable(mlps := [*experts], x_TD):
             may_drop = has_padding or self.spec.capacity is not None or routing.skipped is not None
             compute = partial(grouped_mlps, mlps)
             return run_grouped(x_TD, chosen_TK, gates_TK, self.num_experts, compute, may_drop=may_drop)
+        if isinstance(experts, DividedExperts):
+            experts.most_rows = self._most_rows(len(x_BSD), chosen_TK) if pads_rows(x_TD) and not has_padding else None
         return run_experts(x_TD, experts, chosen_TK, gates_TK)
+
+    def _most_rows(self, sequences: int, chosen_TK: Tensor) -> int | None:
+        """Return the most tokens that one expert computes; None without a capacity, or one for parts of sequences."""
+        if self.spec.capacity is None or self.over != self._over:
+            return None
+        tokens, choices = chosen_TK.shape
+        each = capacity_of(self.spec.capacity, tokens // sequences, choices, self.num_experts)
+        return min(sequences * each, tokens)
 
     @torch.no_grad()
     def balance(self, asked_E: Tensor) -> None:

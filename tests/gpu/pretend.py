@@ -255,11 +255,20 @@ def reads(layout):
     return {str(span.action): marks[2 * i + 1] - marks[2 * i] for i, span in enumerate(worker.events())}
 
 
-def reads_of_replicas(zero):
-    """What the hosts of two replicas with several buckets read in a second step of both."""
-    _, team = outcome(PretendedTeam, LAYOUTS["dp=2"] | {"zero": zero})
+def reads_of_replicas(layout):
+    """What the hosts of two replicas read in a second step of both."""
+    _, team = outcome(PretendedTeam, layout)
     READS.clear()
     team.step(2)
+    return Counter(READS)
+
+
+def reads_of_forwards(layout):
+    """What the hosts of two actors read in a second evaluation; a backward of both would be one thread's."""
+    team = PretendedTeam(linears(), **layout)
+    team.step(0, "evaluate")
+    READS.clear()
+    team.step(1, "evaluate")
     return Counter(READS)
 
 
@@ -313,7 +322,10 @@ if __name__ == "__main__":
     }
     half = {"pp": 1, "precision": rp.Precision("bf16"), "optim": rp.AdamW(lr=0.01), "clip": 1.0}
     found |= {"reads with experts": {name: reads(half | model) for name, model in experts.items()}}
-    found |= {"reads of replicas": {zero: reads_of_replicas(zero) for zero in range(2)}}
+    divided = {name: half | model | {"dp": 2, "ep": 2, "m": 2} for name, model in experts.items()}
+    found |= {"reads with divided experts": {name: reads_of_forwards(layout) for name, layout in divided.items()}}
+    buckets = {zero: LAYOUTS["dp=2"] | {"zero": zero} for zero in range(2)}
+    found |= {"reads of replicas": {zero: reads_of_replicas(layout) for zero, layout in buckets.items()}}
     widths, depths = ((16, 256), (2, 8, 32)) if is_all else ((256,), (2, 4))
     sizes = [(kind, width) for kind in precisions for width in widths]
     found |= {"ops": {f"{kind} {width}": [ops(width, layers, kind) for layers in depths] for kind, width in sizes}}

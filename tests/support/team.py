@@ -83,11 +83,24 @@ class Team:
     """
 
     def __init__(
-        self, fn, pp=2, m=4, schedule="1f1b", loss=mse, data=batch, dp=1, tp=1, cp=1, groups=None, shard=None, **changes
+        self,
+        fn,
+        pp=2,
+        m=4,
+        schedule="1f1b",
+        loss=mse,
+        data=batch,
+        dp=1,
+        tp=1,
+        cp=1,
+        ep=1,
+        groups=None,
+        shard=None,
+        **changes,
     ):
         fields = {"optim": SGD(lr=0.1), "clip": None, "steps": 3, "timeout": 10.0, "data": Batches(data, data)}
         fields |= {"model": Layers(fn, loss, halves=True), "schedule": schedule, "microbatches": m}
-        fields["mesh"] = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, shard=shard)
+        fields["mesh"] = Mesh(pp=pp, dp=dp, cp=cp, tp=tp, ep=ep, shard=shard)
         self._meet(Run(**(fields | changes)), groups)
 
     @classmethod

@@ -106,6 +106,13 @@ def test_the_host_does_not_wait_for_the_loads_of_experts_that_are_all_on_one_gpu
         assert len(reads) == 8 and set(reads.values()) == {0}, model
 
 
+def test_divided_experts_read_once_a_layer_s_forward_and_with_a_capacity_never(pretended):
+    """In an evaluation of two actors, with four layers and two microbatches; each waits once for its end."""
+    found = pretended["reads with divided experts"]
+    assert found["gates"] == {"tolist": 2 * 4 * 2, "synchronize": 2}
+    assert found["capacity"] == {"synchronize": 2}
+
+
 def test_the_host_of_a_replica_waits_for_its_messages_and_reads_the_norms(pretended):
     """The use of all buckets comes with one wait; another is for the end of the step."""
     for found in pretended["reads of replicas"].values():
