@@ -149,6 +149,7 @@ class StepResult:
         metrics: In an evaluation, the user's metrics of each microbatch with targets, in the same order: the sum of
             each, and the number of elements in it.
         printed: Lines that the user's code has printed on the actor since its last result.
+        warned: Warnings that the actor has logged since its last result.
         communication: Seconds of ``busy`` in which an action started communication or waited for it.
         grad_norm: Global norm of the gradients before clipping, the same on every actor; None in an evaluation.
         lr: Learning rate of the update; None in an evaluation, and from an actor that updates nothing.
@@ -200,6 +201,7 @@ class StepResult:
     is_validated: bool = False
     metrics: tuple[tuple[tuple[float, float], ...], ...] = ()
     printed: tuple[str, ...] = ()
+    warned: tuple[str, ...] = ()
     communication: float = 0.0
     profile: str | None = None
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -94,6 +96,25 @@ class PrintedLines:
         return getattr(self._through, name)
 
 
+class LoggedWarnings(logging.Handler):
+    """Stores the warnings of raypar's modules, and of torch's compiler about CUDA graphs, until they are taken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = deque[str](maxlen=_MOST)
+        logging.getLogger("raypar").addHandler(self)
+        logging.getLogger("torch._inductor").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Store the text of a message."""
+        if record.name.startswith("raypar") or "cudagraph" in record.name:
+            self._lines.append(record.getMessage()[:_LONGEST])
+
+    def take(self) -> tuple[str, ...]:
+        """Return the messages since the last call."""
+        return tuple(self._lines.popleft() for _ in range(len(self._lines)))
+
+
 class Refusals:
     """Refuses calls after a failure: queued steps, and the remaining calls of the failed step.
 
@@ -136,10 +157,12 @@ class RayparActor:
     calls between methods; inside a Worker a step makes about a hundred of them.
     """
 
-    _printed: PrintedLines | None = None  # only an actor in its own process has its own standard output
+    _printed: PrintedLines | None = None  # only an actor in its own process has its own standard output and log
+    _warnings: LoggedWarnings | None = None
 
     def __init__(self) -> None:
         self._printed = sys.stdout = PrintedLines(sys.stdout)
+        self._warnings = LoggedWarnings()
         self._member: Member | None = None  # None between two runs
         self._joined: dict[str, Group] = {}
         self._keeper: SnapshotKeeper | None = None
@@ -227,13 +250,13 @@ class RayparActor:
             else:
                 result = take("train", step, epoch)
             copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
-            return replace(result, copied=copied, printed=self.printed())
+            return self._with_lines(replace(result, copied=copied))
 
     def run(self, program: ProgramName, step: int) -> StepResult:
         """Perform this actor's row of a step of another program, as an evaluation. Raises what ``train`` raises."""
         member = there(self._member)
         with self._refusals.attempt(begins=member.context.label):
-            return replace(member.run(program, step), printed=self.printed())
+            return self._with_lines(member.run(program, step))
 
     def start_step(self, step: int, epoch: int, stream: int = 0) -> None:
         """Begin a training step whose actions are separate calls. The arguments are those of ``train``.
@@ -260,7 +283,7 @@ class RayparActor:
         with self._refusals.attempt():
             result = worker_in(self._member).end()
         copied = keep_after(there(self._member), self._keeper, step, copy_within)
-        return replace(result, copied=copied, printed=self.printed())
+        return self._with_lines(replace(result, copied=copied))
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -276,7 +299,7 @@ class RayparActor:
         result = member.end()
         if self._keeper is not None:
             self._keeper.after(member.probe.step.number + 1, member.state)
-        return replace(result, printed=self.printed())
+        return self._with_lines(result)
 
     def rewind(self) -> None:
         """Restore the state that the actor had when the step by hand was opened, and open the step again."""
@@ -417,6 +440,11 @@ class RayparActor:
     def printed(self) -> tuple[str, ...]:
         """Return the lines that the user's code has printed here since the last result or call."""
         return () if self._printed is None else self._printed.take()
+
+    def _with_lines(self, result: StepResult) -> StepResult:
+        """Return a result with what was printed and what was logged here since the last one."""
+        warned = () if self._warnings is None else self._warnings.take()
+        return replace(result, printed=self.printed(), warned=warned)
 
     def located(self) -> Located:
         """Return where this actor is."""

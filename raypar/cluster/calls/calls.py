@@ -246,10 +246,17 @@ class Calls:
         return self._heard([taken[ref].value for ref in refs], owners)
 
     def _heard(self, answers: list[Any], ranks: Sequence[int]) -> list[Any]:
-        """Print the lines that the user's code has printed on the actors, and return the answers."""
+        """Print what the user's code has printed on the actors, log their warnings, and return the answers."""
+        warned = dict[str, list[int]]()
         for rank, answer in zip(ranks, answers, strict=True):
-            if isinstance(answer, StepResult) and answer.printed:
-                self._pass_on(rank, answer.printed)
+            if isinstance(answer, StepResult):
+                if answer.printed:
+                    self._pass_on(rank, answer.printed)
+                for line in answer.warned:
+                    warned.setdefault(line, []).append(rank)
+        for line, ranks_of_line in warned.items():
+            first, others = self.world.label(ranks_of_line[0]), len({*ranks_of_line}) - 1
+            log.warning("%s%s: %s", first, f" and {others:,} more" if others else "", line)
         return answers
 
     def _pass_on(self, rank: int, lines: Sequence[str]) -> None:

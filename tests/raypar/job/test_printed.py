@@ -1,6 +1,8 @@
-"""What the user's layers print on actors reaches the driver, behind the actor's name."""
+"""What the user's layers print on actors, and raypar's warnings there, reach the driver with the actor's name."""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 from torch import nn
@@ -46,3 +48,28 @@ def test_the_driver_prints_what_a_layer_prints(job_on, capsys):
     except rp.JobError as error:
         assert str(error).count("three") == 2, "in the message, and in the line of the trace that raises it"
     assert "pp=1: forward 3" in capsys.readouterr().out.splitlines()
+
+
+class Warned(nn.Linear):
+    """Logs a warning in its first forward in training, as raypar's modules do."""
+
+    is_new = True
+
+    def forward(self, x):
+        if self.training and x.device.type != "meta" and self.is_new:
+            self.is_new = False
+            logging.getLogger("raypar.actors.some").warning("layers are computed as they are (%s)", "no compiler")
+            logging.getLogger("raypar.actors.some").info("nobody needs this")
+            logging.getLogger("other").warning("nor that of others")
+        return super().forward(x)
+
+
+def test_the_driver_logs_a_warning_of_several_actors_once(job_on, caplog):
+    model = rp.Layers(lambda: [Warned(4, 4)], nn.functional.mse_loss)
+    job = job_on(2)
+    job.reset(rp.Run(model=model, mesh=rp.Mesh(dp=2), data=rp.Batches(batch), steps=3, timeout=20.0))
+    caplog.clear()
+    job.step()
+    job.step()
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert lines == ["pp=0 dp=0 and 1 more: layers are computed as they are (no compiler)"]
