@@ -25,14 +25,14 @@ class Bucket:
 
     Attributes:
         stage: Number of the stage.
-        owner: Index of the Reducer's channel that the gradients go to.
+        channel: Index of the Reducer's channel that the gradients go to.
         parameters: The parameters by logical name, in the order of the flat tensor.
         strides: The strides of the gradients of sharded parameters; they are known only while a parameter is gathered.
         elements: Number of elements of all parameters together, without the flags.
     """
 
     stage: int
-    owner: int
+    channel: int
     parameters: Mapping[str, nn.Parameter]
     strides: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
@@ -243,36 +243,38 @@ class CutBucket(Bucket):
 def pack(
     stage: int,
     parameters: Mapping[str, nn.Parameter],
-    owner_of: Mapping[str, int],
+    channel_of: Mapping[str, int],
     limit: int,
     strides: Mapping[str, Sequence[int]] = MappingProxyType({}),
     cuts: Mapping[str, ReplicaCut] = MappingProxyType({}),
 ) -> list[Bucket]:
     """Group the parameters of a stage into buckets.
 
-    The buckets of one owner do not depend on the parameters of other owners, so a parameter server, which has only the
+    The buckets of one channel do not depend on the parameters of other ones, so a parameter server, which has only the
     parameters that it owns, builds the same buckets as the workers.
 
     Args:
         stage: Number of the stage.
         parameters: The stage's parameters by logical name, in the order in which the forward uses them. A backward
             computes their gradients from last to first, so the buckets are filled in that order.
-        owner_of: The owner (channel) of each parameter. All parameters of a bucket have one owner and one dtype.
+        channel_of: The channel of each parameter. All parameters of a bucket have one channel and one dtype.
         limit: Largest size of a bucket's gradients in bytes. A parameter larger than this is a bucket by itself.
         strides: The strides of the gradients of sharded parameters.
-        cuts: How replicas divide the elements of parameters, by logical name: of all or none of an owner's.
+        cuts: How replicas divide the elements of parameters, by logical name: of all or none of a channel's.
 
     Returns:
         The buckets, in the order in which they were filled.
     """
     found: list[Bucket] = []
-    for (owner, _), names in portions_by_kind(
+    for (channel, _), names in portions_by_kind(
         reversed(list(parameters)),
-        lambda name: (owner_of[name], parameters[name].dtype),
+        lambda name: (channel_of[name], parameters[name].dtype),
         lambda name: nbytes(parameters[name]),
         limit,
     ):
         held = {name: parameters[name] for name in names}
         is_cut = not cuts.keys().isdisjoint(held)
-        found.append(CutBucket(stage, owner, held, strides, cuts) if is_cut else Bucket(stage, owner, held, strides))
+        found.append(
+            CutBucket(stage, channel, held, strides, cuts) if is_cut else Bucket(stage, channel, held, strides)
+        )
     return found

@@ -101,7 +101,7 @@ class Reducer:
     Attributes:
         buckets: Buckets in the order of the stages' last backwards; within a stage, in the order in which the backward
             computes the gradients.
-        channels: The channels by number: see ``Bucket.owner``.
+        channels: The channels by number: see ``Bucket.channel``.
         device: The device that computes the gradients. Its clock times the transfers.
         sums: The sums that this actor gets.
         rounds: The stages in the order in which a step reduces them; a stage comes once for each of its rounds.
@@ -204,7 +204,7 @@ class Reducer:
         finishing = [
             self.sums.finish(number, channel.finish, channel.empty)
             for number, bucket in enumerate(self.buckets)
-            if number in self.sums and (channel := self.channels[bucket.owner]).finish is not None
+            if number in self.sums and (channel := self.channels[bucket.channel]).finish is not None
         ]
         for handle in finishing:
             if handle is not None:
@@ -288,7 +288,7 @@ class Reducer:
     def _empty(self, number: int) -> Tensor:
         """Allocate the flat tensor of a bucket."""
         bucket = self.buckets[number]
-        return self.channels[bucket.owner].empty(bucket.size, bucket.grad_dtype)
+        return self.channels[bucket.channel].empty(bucket.size, bucket.grad_dtype)
 
     def _flat(self, number: int) -> Tensor:
         """Return the flat tensor of a bucket; allocate it if need be, once there is memory for it."""
@@ -343,7 +343,7 @@ class Reducer:
     def _reduce(self, number: int, flat: Tensor) -> tuple[Waitable, Tensor]:
         """Start the reduction of a bucket, and return the tensor that has what this actor gets of the sum."""
         bucket = self.buckets[number]
-        channel = self.channels[bucket.owner]
+        channel = self.channels[bucket.channel]
         if channel.scatter is None or not isinstance(bucket, CutBucket):
             return channel.start(flat), flat
         part = None
@@ -361,7 +361,7 @@ class Reducer:
             transfer = self._transfers[self._arrived]
             assert transfer.total is not None
             transfer.end = self._wait(transfer.handle)
-            if self.channels[transfer.bucket.owner].gets_sum:
+            if self.channels[transfer.bucket.channel].gets_sum:
                 self.sums.add(transfer.number, transfer.total)
             transfer.flat = transfer.total = None
             self._arrived += 1

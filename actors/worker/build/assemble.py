@@ -255,7 +255,7 @@ def assemble(context: RankContext) -> Assembly:
     train = plan.programs["train"]
     row = first_steps(train, 1).rows[context.row] if train.stream else train.rows[context.row]
     rounds = [action.stage for action in row if action.op is Op.REDUCE_GRAD and action.stage is not None]
-    here = [number for number, bucket in enumerate(buckets) if channels[bucket.owner].gets_sum]
+    here = [number for number, bucket in enumerate(buckets) if channels[bucket.channel].gets_sum]
     sums = GradientSums(buckets, here, part.storage, part.masters.parameters)
     update = shared_update(context, part, buckets, scaler)  # last: it reserves what the first step allocates
     frees, most = plan.world.frees_buckets, most_bytes_of(plan, part, buckets)

@@ -46,7 +46,7 @@ class ServedUpdate:
     """End of a step on a worker without an optimizer: it receives the new weights from the parameter servers.
 
     Args:
-        buckets: Buckets of all the worker's parameters. The owner of each is the index of a server.
+        buckets: Buckets of all the worker's parameters. The channel of each is the index of a server.
         groups: For each server, the group of this pipeline rank's replicas and that server, which is the last member.
     """
 
@@ -68,7 +68,7 @@ class ServedUpdate:
         """
         ballot()
         flats = [bucket.empty_weights() for bucket in self._buckets]
-        groups = [self._groups[bucket.owner] for bucket in self._buckets]
+        groups = [self._groups[bucket.channel] for bucket in self._buckets]
         handles = [group.broadcast(flat, group.size - 1) for group, flat in zip(groups, flats, strict=True)]
         for handle in handles:
             handle.wait()
@@ -232,7 +232,7 @@ def _shared_weights(context: RankContext, part: ModelPart, buckets: list[Bucket]
     groups, world, replicas = context.groups, context.world, _replicas(context)
     if world.unshards:
         buckets = buckets_of(context.plan, part, part.layer_shards)
-    cut = [(one, groups[replicas[one.owner].shard_key]) for one in buckets if isinstance(one, CutBucket)]
+    cut = [(one, groups[replicas[one.channel].shard_key]) for one in buckets if isinstance(one, CutBucket)]
     if world.unshards:
         allocate = partial(flat_empty, device=context.device.device)
         return [StoredCutWeights(bucket, group, part.parts, part.storage, allocate) for bucket, group in cut]

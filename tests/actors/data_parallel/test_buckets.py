@@ -28,33 +28,33 @@ def test_a_bucket_is_filled_from_the_last_parameter_and_never_over_the_limit():
     assert pack(0, {}, {}, limit=1) == []
 
 
-def test_a_bucket_has_one_dtype_and_one_owner():
+def test_a_bucket_has_one_dtype_and_one_channel():
     members = parameters(2, 2, 2) | {"half": nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))}
-    owner_of = {"p0": 0, "p1": 1, "p2": 0, "half": 0}
-    buckets = pack(3, members, owner_of, limit=10**6)
+    channel_of = {"p0": 0, "p1": 1, "p2": 0, "half": 0}
+    buckets = pack(3, members, channel_of, limit=10**6)
     assert sorted(map(sorted, names(buckets))) == [["half"], ["p0", "p2"], ["p1"]]
     for bucket in buckets:
-        assert {owner_of[name] for name in bucket.parameters} == {bucket.owner}
+        assert {channel_of[name] for name in bucket.parameters} == {bucket.channel}
         assert (len({p.dtype for p in bucket.parameters.values()}), bucket.stage) == (1, 3)
 
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 400))
-def test_what_is_in_an_owners_buckets_does_not_depend_on_the_others(sizes, owners, limit):
+def test_what_is_in_a_channel_s_buckets_does_not_depend_on_the_others(sizes, channels, limit):
     """A server knows its buckets without the parameters of other servers."""
     members = parameters(*sizes)
-    owner_of = share_out({name: 4 * p.numel() for name, p in members.items()}, owners)
-    together = pack(0, members, owner_of, limit)
+    channel_of = share_out({name: 4 * p.numel() for name, p in members.items()}, channels)
+    together = pack(0, members, channel_of, limit)
     assert sorted(name for bucket in together for name in bucket.parameters) == sorted(members)
-    for owner in range(owners):
-        alone = {name: p for name, p in members.items() if owner_of[name] == owner}
-        assert names(pack(0, alone, owner_of, limit)) == names(b for b in together if b.owner == owner)
+    for channel in range(channels):
+        alone = {name: p for name, p in members.items() if channel_of[name] == channel}
+        assert names(pack(0, alone, channel_of, limit)) == names(b for b in together if b.channel == channel)
 
 
 @given(st.dictionaries(st.text("abc", min_size=1), st.integers(1, 1000), max_size=20), st.integers(1, 4))
 def test_no_server_has_much_more_than_another(sizes, servers):
-    owner_of = share_out(sizes, servers)
-    loads = [sum(size for name, size in sizes.items() if owner_of[name] == server) for server in range(servers)]
-    assert owner_of.keys() == sizes.keys()
+    channel_of = share_out(sizes, servers)
+    loads = [sum(size for name, size in sizes.items() if channel_of[name] == server) for server in range(servers)]
+    assert channel_of.keys() == sizes.keys()
     assert max(loads) - min(loads) <= max(sizes.values(), default=0), "the one that is largest got it all in one tensor"
 
 
