@@ -1,5 +1,6 @@
 """The public names, and where each is defined: the table from which raypar/__init__.py imports them."""
 
+from raypar.actors.collective.replicas import replicas as replicas
 from raypar.actors.errors import CheckpointError as CheckpointError
 from raypar.actors.errors import NonFiniteError as NonFiniteError
 from raypar.actors.expert_parallel.auxiliary_loss import AuxiliaryLoss as AuxiliaryLoss

@@ -23,6 +23,7 @@ from raypar.actors.autograd.backward import GraphEnd
 from raypar.actors.autograd.forward_state import NOTHING_BEFORE, ForwardState, FrozenWrites, Then, submodules
 from raypar.actors.autograd.recompute import InPlaceGuard, LayerAgain, SelectiveRecompute
 from raypar.actors.collective.errors import GroupError
+from raypar.actors.collective.replicas import ReplicaMembers, enter
 from raypar.actors.data_parallel.stage_weights import StageWeights
 from raypar.actors.errors import is_ours
 from raypar.actors.expert_parallel.record import Routed, RouterRecord
@@ -219,6 +220,7 @@ class Stage:
             layer's outputs.
         record: Collects the reports of routers about a training step.
         is_alone: Whether its layers do not communicate. Then a forward may be repeated to find a fault.
+        replicas: The replicas of the stage, for layers and losses that use ``rp.replicas``; None if there is one.
         step_buffers: The buffers of the modules, over a training step.
         ends: Divides the inputs and outputs of forwards and backwards, in which tensors of skips come last.
         listener: Observer of the forwards and backwards of the open step, or None.
@@ -244,6 +246,7 @@ class Stage:
     record: RouterRecord = field(default_factory=RouterRecord)
     learns: bool = True
     is_alone: bool = False
+    replicas: ReplicaMembers | None = None
     listener: Listener | None = None
     host: OffloadedActivations | None = None
     is_captured: bool = False
@@ -475,7 +478,8 @@ class Stage:
                         tail.backward(ordered)
                 self._cast_gradients()
             except Exception as error:
-                if self.is_alone and not isinstance(error, GroupError):
+                exchanges = not self.is_alone or (self.replicas is not None and self.replicas.is_used)
+                if not exchanges and not isinstance(error, GroupError):
                     again = partial(self._once_more, step, microbatch, inputs, target, gradients)
                     if where := forward_of_fault(again, self.model.names):
                         error.add_note(where)
@@ -563,11 +567,13 @@ class Stage:
             values = (*values, *map(skipped.value, self.ends.kept))
             if target is None or not self.is_last:
                 return values
+            enter(self.replicas, "the loss")
             return self.model.figures(values, target, train=self._train, is_half=self.is_half)
 
     def _prepare(self, step: int, microbatch: int, layer: int, target: Values | None) -> None:
         """Seed a layer for a microbatch, and select its documents, slice and labels."""
         of_batch = target is not None
+        enter(self.replicas if of_batch else None, self.model.names[layer])
         self.device.seed(derive(self.seed, "layer", step, microbatch, layer))
         if self.model.documents is not None:
             program: ProgramName = "train" if self._train else "evaluate"

@@ -231,3 +231,16 @@ class Run:
     def counts_skips(self) -> bool:
         """Whether steps may be skipped, so that checkpoints hold how many were, and the scale of the loss."""
         return self.loss_scale.is_on(self.precision) or self.nonfinite != "stop"
+
+    @property
+    def replica_fault(self) -> str | None:
+        """Why layers and losses cannot use ``rp.replicas``, with the fix; None if they can."""
+        if self.data_parallel == "parameter_server":
+            return "with data_parallel 'parameter_server' replicas do not wait for each other: take all_reduce"
+        if self.mesh.is_uneven:
+            return "replicas of one stage and of another are not the same (mesh.rank_dp or rank_tp): give dp and tp"
+        if self.recheck_every:
+            return "other replicas compute a microbatch again without its replica (recheck_every): set it to 0"
+        if self.compile:
+            return "compiled layers do not exchange values with other replicas: leave compile out"
+        return None

@@ -14,6 +14,7 @@ from torch import Tensor
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
 from raypar.actors.collective.ledger import Ledger
+from raypar.actors.collective.replicas import enter_none
 from raypar.actors.errors import NonFiniteError
 from raypar.actors.inspect.step import Notes
 from raypar.actors.machine.device import ComputeDevice
@@ -201,6 +202,8 @@ class Worker:
             raise
         except Exception as error:
             raise self.context.failed(str(step.now), self._peer(action), error) from None
+        finally:
+            enter_none()
         step.events.append(Span(action, start, device.mark(), step.num_bytes, None, self._calls(start)))
         if step.notes is not None and (values := self._flow.seen(action)):
             step.notes.made[action] = values
