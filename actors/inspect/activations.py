@@ -79,6 +79,7 @@ class OutputWatch:
         }
         self._outputs, self._keeps_loss = outputs, keeps_loss
         self.seen: dict[Spot, Sight] = {}
+        self._microbatch = 0
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -103,9 +104,9 @@ class OutputWatch:
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
         """Return a context that copies the modules' outputs and gradients, as tensors of this microbatch."""
+        self.turn_to(microbatch)
         hooks = [
-            module.register_forward_hook(partial(self._keep_outputs, name, microbatch))
-            for name, module in self._modules.items()
+            module.register_forward_hook(partial(self._keep_outputs, name)) for name, module in self._modules.items()
         ]
         try:
             yield
@@ -113,13 +114,18 @@ class OutputWatch:
             for hook in hooks:
                 hook.remove()
 
+    def turn_to(self, microbatch: int) -> None:
+        """Copy what is computed from now on as tensors of this microbatch."""
+        self._microbatch = microbatch
+
     def keep(self, spot: Spot, tensor: Tensor) -> None:
         """Keep a copy of a tensor, unless there is one of this name."""
         if spot not in self.seen:
             sharding = self._outputs.get(spot.module, Sharding()).for_dims(tensor.dim())
             self.seen[spot] = Sight(tensor.detach().cpu().clone(), sharding)
 
-    def _keep_outputs(self, name: str, microbatch: int, module: nn.Module, inputs: object, output: object) -> None:
+    def _keep_outputs(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
+        microbatch = self._microbatch
         for number, value in enumerate(as_values(output)):
             self.keep(Spot(name, microbatch, number=number), value)
             if value.requires_grad:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from raypar.actors.autograd.torch_private import DispatchMode, map_leaves, written_arguments
+from raypar.actors.collective.replicas import ReplicaMembers, enter
 from raypar.actors.data.batches import TokenMean, batch_source, cast_source, correction
 from raypar.actors.expert_parallel.record import Balanced, Routed, RouterRecord
 from raypar.actors.inspect.activations import LOSS, OutputWatch, Spot
@@ -30,10 +32,12 @@ from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Sharding
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.results import mean_loss
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import as_values, cast_floating, dtype_of, sum_dtype
 from raypar.errors import ConfigError
+from raypar.parity.replica_turns import ReplicaTurns
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,8 @@ class Watched(NamedTuple):
 
 def train_plainly(run: Run, order: Sequence[int] | None = None, *, exact: bool = False) -> Trained:
     """Train a run in this process: one model, and the microbatches of all replicas one after the other.
+
+    If layers or the loss exchange values of replicas, the microbatches of one number are computed together.
 
     Args:
         run: The run.
@@ -183,6 +189,9 @@ class _Plain:
             self._source = cast_source(self._source, torch.float64, targets=True)
         self._mean = TokenMean(self.model, self._source, m, num_dp)
         self._correction = 1.0  # of the step under way
+        entered = in_float64 if exact else nullcontext
+        exchanges = isinstance(run.model, Layers) and num_dp > 1 and run.replica_fault is None
+        self._turns = ReplicaTurns(num_dp, self._device.device, entered) if exchanges else None
 
     def step(
         self, step: int, watch: OutputWatch | None = None, *, auxiliary: bool = True
@@ -206,8 +215,10 @@ class _Plain:
             layer.train()
         sums = _MeasuredSums(parameters) if self._exact and not self.addends else None
         for number in self._order:
+            if number in found:
+                continue
             with nullcontext() if watch is None else watch.of(number):
-                found[number] = self._microbatch(step, number, watch, auxiliary=auxiliary)
+                found |= self._microbatches(step, number, watch, auxiliary=auxiliary)
             if sums is not None:
                 sums.take()
         losses, counts = zip(*(found[number] for number in sorted(found)), strict=True)
@@ -258,14 +269,50 @@ class _Plain:
         """Return the weights, on the CPU, by logical name."""
         return {name: master.detach().cpu() for name, master in self._masters.parameters.items()}
 
-    def _microbatch(self, step: int, number: int, watch: OutputWatch | None, *, auxiliary: bool) -> tuple[float, int]:
-        """Run forward and backward of one microbatch; return its loss and the number of elements in its mean.
+    def _microbatches(
+        self, step: int, number: int, watch: OutputWatch | None, *, auxiliary: bool
+    ) -> dict[int, tuple[float, int]]:
+        """Run forward and backward of a microbatch, and of those of other replicas that it exchanges values with.
 
-        The objective is the loss times the share of its tokens, plus the sum of the auxiliary losses as a mean over the
-        microbatches.
+        The objective is the sum of the losses, each times the share of its tokens, and of the auxiliary losses as a
+        mean over the microbatches.
+
+        Returns:
+            By number of a microbatch its loss and the number of elements in its mean.
         """
         self._added.clear()
-        self._record.open(number)
+        forward = partial(self._forward, step, watch)
+        microbatch, dp = divmod(number, self._run.mesh.dp)
+        if self._turns is None:
+            made = {number: forward(number, None)}
+        else:
+            first = microbatch * self._run.mesh.dp
+            every = self._turns.compute(
+                dp,
+                lambda index, members: forward(first + index, members),
+                lambda index: self._turn_to(first + index, watch),
+            )
+            made = {first + index: one for index, one in every.items()}
+        objective = torch.stack([one for one, _, _ in made.values()]).sum() if len(made) > 1 else made[number][0]
+        if self._added and auxiliary and self._correction:
+            share = self._scaler.scale / (self._run.microbatches * self._run.mesh.dp) / self._correction
+            objective = objective + torch.stack(self._added).sum() * share
+        if objective.requires_grad:
+            objective.backward()
+        return {one: (loss, count) for one, (_, loss, count) in made.items()}
+
+    def _forward(
+        self, step: int, watch: OutputWatch | None, number: int, replicas: ReplicaMembers | None
+    ) -> tuple[Tensor, float, int]:
+        """Run the forward of a microbatch; return its weighted loss, its loss and the number of elements in its mean.
+
+        Args:
+            step: The step.
+            watch: Records the tensors; None to record none.
+            number: The microbatch.
+            replicas: The replicas that the layers and the loss exchange values with; None if they can't.
+        """
+        self._turn_to(number, watch)
         microbatch, dp = divmod(number, self._run.mesh.dp)
         values = self._device.to(self._source.inputs("train", step, microbatch, dp))
         target = self._device.to(self._source.targets("train", step, microbatch, dp))
@@ -277,22 +324,24 @@ class _Plain:
         skipped = Skipped(self.model.skips, self.model.names)
         for index, layer in enumerate(self.layers):
             torch.manual_seed(derive(self._run.seed, "layer", step, number, index))
+            enter(replicas, self.model.names[index])
             values = as_values(layer(*skipped.inputs(index, values)))
             skipped.keep(index, values)
         if self._run.precision.is_half:
             values = cast_floating(values, torch.float32)
+        enter(replicas, "the loss")
         loss = self.model.loss(values, target) if count else self.model.no_loss(values)
         weight = self._mean.weight(count, self._scaler.scale).to(loss)
         if watch is not None:
             watch.keep(Spot(LOSS, number), loss)
             watch.keep(Spot(LOSS, number, backward=True), weight)
-        objective = loss * weight
-        if self._added and auxiliary and self._correction:
-            share = self._scaler.scale / (self._run.microbatches * self._run.mesh.dp) / self._correction
-            objective = objective + torch.stack(self._added).sum() * share
-        if objective.requires_grad:
-            objective.backward()
-        return loss.item(), count
+        return loss * weight, loss.item(), count
+
+    def _turn_to(self, number: int, watch: OutputWatch | None) -> None:
+        """Report from now on what belongs to a microbatch."""
+        self._record.open(number)
+        if watch is not None:
+            watch.turn_to(number)
 
     def _add(self, x: Tensor, loss: Tensor) -> Tensor:
         """Add an auxiliary loss to the objective of the microbatch, where a stage attaches it to the output."""
