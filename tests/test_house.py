@@ -372,7 +372,8 @@ MAY_IMPORT = {
     ),
     "actors/models/init": "actors actors/autograd actors/expert_parallel",
     "actors/models/own": (
-        "actors actors/autograd actors/hugging_face actors/models actors/models/init actors/specs schedules"
+        "actors actors/autograd actors/collective actors/hugging_face actors/models actors/models/init actors/specs "
+        "schedules"
     ),
     "actors/models/tiles": "actors actors/layers actors/models actors/specs",
     "actors/optim": (
@@ -478,7 +479,7 @@ MAY_IMPORT = {
         "actors actors/hugging_face actors/machine actors/models/own actors/specs raypar raypar/config schedules"
     ),
     "raypar/config/trial": (
-        "actors actors/data actors/models actors/models/init actors/models/own actors/specs "
+        "actors actors/collective actors/data actors/models actors/models/init actors/models/own actors/specs "
         "actors/worker/build schedules"
     ),
     "raypar/doctor": (
@@ -530,9 +531,9 @@ MAY_IMPORT = {
         "raypar/job/start raypar/job/steps raypar/planner/memory schedules"
     ),
     "raypar/parity": (
-        "actors actors/autograd actors/data actors/expert_parallel actors/inspect actors/machine actors/mesh "
-        "actors/models actors/optim actors/optim/muon actors/specs raypar raypar/config raypar/job raypar/job/start "
-        "schedules"
+        "actors actors/autograd actors/collective actors/data actors/expert_parallel actors/inspect actors/machine "
+        "actors/mesh actors/models actors/optim actors/optim/muon actors/specs raypar raypar/config raypar/job "
+        "raypar/job/start schedules"
     ),
     "raypar/planner": (
         "actors/machine actors/mesh actors/models actors/specs raypar raypar/planner/calibrated "

@@ -241,6 +241,8 @@ class Run:
             return "replicas of one stage and of another are not the same (mesh.rank_dp or rank_tp): give dp and tp"
         if self.recheck_every:
             return "other replicas compute a microbatch again without its replica (recheck_every): set it to 0"
+        if self.order == "dynamic":
+            return "replicas perform their actions in an order of their own (order 'dynamic'): set order to 'row'"
         if self.compile:
             return "compiled layers do not exchange values with other replicas: leave compile out"
         return None

@@ -27,9 +27,7 @@ class ReplicaTurns:
         context: Returns the context in which a thread computes.
     """
 
-    def __init__(
-        self, count: int, device: torch.device, context: Callable[[], AbstractContextManager[object]]
-    ) -> None:
+    def __init__(self, count: int, device: torch.device, context: Callable[[], AbstractContextManager[object]]) -> None:
         self._count, self._device, self._context = count, device, context
 
     def compute(self, first: int, forward: Forward[T], resumed: Callable[[int], object]) -> dict[int, T]:

@@ -30,6 +30,7 @@ from raypar.actors.models.init.deferred_init import (
 )
 from raypar.actors.models.init.unregistered import demand_real, has_strays
 from raypar.actors.models.own.module_source_lines import made_at, note_copy, noted_lines
+from raypar.actors.models.own.synced_batch_norm import with_synced_norms
 from raypar.actors.models.own.user_plan import tensor_plan_of
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Shard
@@ -62,7 +63,8 @@ class LayersModel(Model):
     def __init__(self, layers: Layers, seed: int) -> None:
         self._spec = layers
         self._sharded = set[int]()  # layers that tensor parallelism has divided
-        modules, self._recording = _built(layers, seed)
+        built, self._recording = _built(layers, seed)
+        modules = with_synced_norms(built)
         self.is_deferred = self._recording is not None
         self.names = tuple(f"layers.{i}" for i in range(len(modules)))
         self.body = range(len(modules))

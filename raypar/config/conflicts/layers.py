@@ -81,7 +81,7 @@ def _own_faults(examined: Examined, model: Layers) -> Generator[str, None, int |
     copied = max(run.mesh.ways("dp"), run.mesh.ways("tp")) > 1
     yield from embedding_faults(layers, alone=not copied and run.data_parallel != "parameter_server")
     if run.mesh.ways("dp") > 1:
-        yield from shared_norm_faults(layers)
+        yield from shared_norm_faults(run, layers)
     if isinstance(model.fn, TheirLayers):
         yield from their_plan_faults(model, layers, run.mesh.tensor_ranks)
     else:

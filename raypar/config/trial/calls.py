@@ -9,6 +9,7 @@ from io import StringIO
 
 import torch
 
+from raypar.actors.collective.replicas import RefusedReplicas, RepeatedReplicas, ReplicaMembers, entered
 from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
@@ -31,3 +32,15 @@ def unnoticed() -> Iterator[None]:
     with torch.random.fork_rng(), warnings.catch_warnings(), redirect_stdout(StringIO()):
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def tried_as(run: Run) -> Iterator[ReplicaMembers]:
+    """Return a context in which layers and losses are tried as those of the first replica of a run.
+
+    All other replicas are taken to have the same values.
+    """
+    count, fault = run.mesh.ways("dp"), run.replica_fault
+    members = RepeatedReplicas(count) if fault is None or count == 1 else RefusedReplicas(fault)
+    with entered(members):
+        yield members

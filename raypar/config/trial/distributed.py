@@ -13,22 +13,32 @@ from unittest.mock import patch
 import torch.distributed
 from torch import nn
 
-_FIX = "a layer and a loss see one microbatch of one replica: compute within it, or set mesh.dp to 1"
+from raypar.actors.models.own.synced_batch_norm import SyncedBatchNorm
+from raypar.actors.specs.run import Run
+
+_FIX = "call rp.replicas.all_gather or all_reduce, or set mesh.dp to 1"
 
 
-def shared_norm_faults(layers: Mapping[str, nn.Module]) -> Iterator[str]:
-    """Yield a fault for each module that computes statistics over all replicas.
+def shared_norm_faults(run: Run, layers: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yield a fault for each module that should compute statistics over all replicas, and would not.
 
     Args:
-        layers: The layers of a run with several replicas, by name.
+        run: A run with several replicas.
+        layers: Its layers, by name.
     """
     for layer, module in layers.items():
         for path, part in module.named_modules(prefix=layer):
-            if isinstance(part, nn.SyncBatchNorm):
-                says = (
-                    f"model.fn: {path} is a SyncBatchNorm, but replicas do not share their statistics, and it would be"
+            if not isinstance(part, nn.SyncBatchNorm):
+                continue
+            if not isinstance(part, SyncedBatchNorm):
+                kind = type(part).__name__
+                yield (
+                    f"model.fn: {path} is a {kind}, a subclass of SyncBatchNorm, of which replicas do not share the "
+                    "statistics: take nn.SyncBatchNorm, or call rp.replicas.all_reduce in its forward"
                 )
-                yield f"{says} a BatchNorm of each: take nn.BatchNorm1d (2d, 3d), or set mesh.dp to 1"
+            elif run.replica_fault is not None:
+                fix = "or take nn.BatchNorm1d (2d, 3d), of each replica"
+                yield f"model.fn: {path} is a SyncBatchNorm, and {run.replica_fault}; {fix}"
 
 
 @contextmanager

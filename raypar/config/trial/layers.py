@@ -16,6 +16,7 @@ from traceback import extract_tb
 import torch
 from torch import Tensor, nn
 
+from raypar.actors.collective.replicas import RefusedReplicas
 from raypar.actors.data.batches import batch_source
 from raypar.actors.errors import MaskError, first_line, is_ours
 from raypar.actors.models.base import Model
@@ -28,7 +29,7 @@ from raypar.actors.specs.data import Batches
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
-from raypar.config.trial.calls import may_call, unnoticed
+from raypar.config.trial.calls import may_call, tried_as, unnoticed
 from raypar.config.trial.distributed import noticed_questions
 from raypar.config.trial.plan import plan_misfits
 
@@ -142,7 +143,7 @@ def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]
     """
     if not isinstance(run.model, Layers) or run.precision.compute != "fp32" or not may_call(run, skeleton):
         return []
-    with unnoticed():
+    with unnoticed(), tried_as(run) as replicas:
         try:
             source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
             inputs, target = source.inputs("train", 0, 0, 0), source.targets("train", 0, 0, 0)
@@ -158,6 +159,8 @@ def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]
             return [f"model: {error}"]
         if asked and run.mesh.ways("dp") > 1:
             return [*dict.fromkeys(asked)]
+        if replicas.is_used and isinstance(replicas, RefusedReplicas):
+            return [f"model: its layers or its loss use rp.replicas, and {run.replica_fault}"]
         takes_shapes = last in (None, len(skeleton.model.skeleton))
         if last is None and size <= _MOST_COMPUTED:
             last = len(skeleton.model.skeleton)  # shapes alone do not show whether targets fit the loss

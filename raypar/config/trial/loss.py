@@ -24,7 +24,7 @@ from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.tensors import Values, as_values
-from raypar.config.trial.calls import may_call, unnoticed
+from raypar.config.trial.calls import may_call, tried_as, unnoticed
 
 log = logging.getLogger(__name__)
 
@@ -71,13 +71,16 @@ def warn_of_loss(run: Run, skeleton: Skeleton) -> None:
     """
     if not isinstance(run.model, Layers) or not may_call(run, skeleton):
         return
-    with unnoticed(), torch.no_grad():
+    with unnoticed(), torch.no_grad(), tried_as(run) as replicas:
         torch.manual_seed(0)
         try:
             model = skeleton.copy().model
             batches = list(islice(_batches(run, model), _MICROBATCHES))
             disagreeing = _disagreeing(model, run.model, batches)
+            replicas.is_used = False  # by the layers
             found = disagreeing or _misweighted(model, batches, own=run.model.count is not None)
+            if replicas.is_used:
+                raise _UnfitError("it exchanges values with other replicas")
         except Exception as error:  # layers, loss and data are the user's; their faults are found elsewhere
             log.info("of how many elements model.loss is the mean was not tried: %s", first_line(error))
         else:
@@ -118,7 +121,7 @@ def metric_faults(run: Run, skeleton: Skeleton) -> list[str]:
     if not isinstance(run.model, Layers) or not run.model.metrics or not may_call(run, skeleton):
         return []
     model, faults = skeleton.copy().model, list[str]()
-    with unnoticed(), torch.no_grad():
+    with unnoticed(), torch.no_grad(), tried_as(run):
         try:
             batch = next(_batches(run, model))
             output = _drawn(batch, 1.0, _range_of(model, batch))

@@ -16,7 +16,7 @@ from raypar.actors.models.skeleton import Skeleton
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 from raypar.actors.worker.build.weight_owners import ranks_of_layers
-from raypar.config.trial.calls import may_call, unnoticed
+from raypar.config.trial.calls import may_call, tried_as, unnoticed
 from raypar.config.trial.loss import outputs_of
 from raypar.schedules.schedule import Schedule
 
@@ -65,7 +65,7 @@ def warn_of_attributes(run: Run, skeleton: Skeleton) -> None:
     """
     if not may_call(run, skeleton):
         return
-    with unnoticed(), torch.no_grad():
+    with unnoticed(), torch.no_grad(), tried_as(run):
         try:
             source = batch_source(run.data, run.model, run.micro_batch_size, run.microbatches, run.mesh.dp, run.seed)
             inputs = source.inputs("train", 0, 0, 0)
