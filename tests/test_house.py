@@ -517,7 +517,7 @@ MAY_IMPORT = {
         "raypar/planner raypar/reporting schedules"
     ),
     "raypar/job/stepping": (
-        "actors actors/checkpoint actors/data_parallel actors/inspect actors/machine actors/mesh "
+        "actors actors/checkpoint actors/collective actors/data_parallel actors/inspect actors/machine actors/mesh "
         "actors/models actors/pipeline actors/specs raypar raypar/cluster raypar/config raypar/job/start "
         "raypar/reporting schedules schedules/drawing"
     ),

@@ -35,12 +35,12 @@ class ReplicaMembers(ABC):
     Attributes:
         index: This replica's number, from 0.
         count: Number of replicas.
-        is_used: Whether a collective was called.
+        latest: The latest call, for messages; "" before the first.
     """
 
     index: int
     count: int
-    is_used: bool = False
+    latest: str = ""
 
     @abstractmethod
     def gathered(self, x: Tensor, call: str) -> Tensor:
@@ -68,20 +68,20 @@ class RefusedReplicas(ReplicaMembers):
 
     @property
     def index(self) -> int:  # type: ignore[override]
-        raise self._error()
+        raise self._error("rp.replicas.index")
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        raise self._error()
+        raise self._error("rp.replicas.count")
 
     def gathered(self, x: Tensor, call: str) -> Tensor:
-        raise self._error()
+        raise self._error(call)
 
     def summed(self, x: Tensor, call: str) -> Tensor:
-        raise self._error()
+        raise self._error(call)
 
-    def _error(self) -> ValueError:
-        self.is_used = True
+    def _error(self, call: str) -> ValueError:
+        self.latest = call
         return ValueError(f"rp.replicas: {self._reason}")
 
 
@@ -96,11 +96,11 @@ class RepeatedReplicas(ReplicaMembers):
         self.index, self.count = 0, count
 
     def gathered(self, x: Tensor, call: str) -> Tensor:
-        self.is_used = True
+        self.latest = call
         return torch.cat([x] * self.count)
 
     def summed(self, x: Tensor, call: str) -> Tensor:
-        self.is_used = True
+        self.latest = call
         return x * self.count
 
 
@@ -127,7 +127,7 @@ class GroupReplicas(ReplicaMembers):
         """Return a function that applies ``move`` to a tensor if all replicas make the same call."""
 
         def agreed(x: Tensor) -> Tensor:
-            self.is_used = True
+            self.latest = call
             try:
                 self._compare(f"{call} of {tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}")
                 return move(x)

@@ -478,8 +478,8 @@ class Stage:
                         tail.backward(ordered)
                 self._cast_gradients()
             except Exception as error:
-                exchanges = not self.is_alone or (self.replicas is not None and self.replicas.is_used)
-                if not exchanges and not isinstance(error, GroupError):
+                exchanges = self.replicas is not None and self.replicas.latest
+                if self.is_alone and not exchanges and not isinstance(error, GroupError):
                     again = partial(self._once_more, step, microbatch, inputs, target, gradients)
                     if where := forward_of_fault(again, self.model.names):
                         error.add_note(where)

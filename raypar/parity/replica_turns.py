@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
@@ -15,7 +15,7 @@ from raypar.actors.collective.replicas import ReplicaCallError, ReplicaMembers
 
 T = TypeVar("T")
 Forward = Callable[[int, ReplicaMembers], T]  # computes a microbatch of a replica
-Join = Callable[[Sequence[Tensor]], Tensor]
+Join = Callable[[list[Tensor]], Tensor]
 
 
 class ReplicaTurns:
@@ -119,7 +119,7 @@ class _Turn(ReplicaMembers, Generic[T]):
         return self._exchanged(x, call, torch.cat)
 
     def summed(self, x: Tensor, call: str) -> Tensor:
-        return self._exchanged(x, call, lambda every: torch.stack([*every]).sum(0))
+        return self._exchanged(x, call, lambda every: torch.stack(every).sum(0))
 
     def _exchanged(self, x: Tensor, call: str, join: Join) -> Tensor:
         redraw = drawn_again(self._device)
@@ -153,12 +153,12 @@ class _Turn(ReplicaMembers, Generic[T]):
 
 def _exchange(turns: Mapping[int, _Turn[T]]) -> None:
     """Answer the call that all replicas wait in. Raises ReplicaCallError if they wait in several."""
-    calls = {index: turn.call or "has returned" for index, turn in turns.items()}
+    calls = {index: turn.call or "no call any more" for index, turn in turns.items()}
     other = next((index for index, call in calls.items() if call != calls[0]), None)
     if other is not None:
         raise ReplicaCallError(
-            f"replica 0 is in {calls[0]}, and replica {other} in {calls[other]}: every replica must make the same calls "
-            "in the same order, with tensors of one shape and dtype"
+            f"replica 0 is in {calls[0]}, and replica {other} in {calls[other]}: every replica must make the same "
+            "calls in the same order, with tensors of one shape and dtype"
         )
     for turn in turns.values():
         turn.answer(turns)

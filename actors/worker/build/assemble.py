@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from raypar.actors.collective.group import Group
-from raypar.actors.collective.replicas import GroupReplicas, RefusedReplicas, ReplicaMembers
 from raypar.actors.context_parallel.sequence import tokens_of
 from raypar.actors.data.batches import TokenMean, batch_source, cast_source, context_source, sliced_source
 from raypar.actors.data_parallel.reducer import Reducer
@@ -128,7 +127,6 @@ def _stages_of(
     model = layers.model
     modules, weights = layers.modules, layers.weights
     run, train, is_expert = plan.run, plan.programs["train"], plan.world.is_expert(plan.rank)
-    replicas = None if is_expert else _replicas_of(run, layers.groups)
     skips, halved, shared = [*stage_skips(model.skips, parts)], _halved(plan), _shared(modules.values())
     return {
         number: Stage(
@@ -148,18 +146,10 @@ def _stages_of(
             record=record,
             ends=StageEnds(skips[number], takes_data=number <= first and not is_expert, first_learning=first),
             learns=number >= first,
-            replicas=replicas,
             is_alone=not (parallelizer.shards or weights or run.mesh.cp > 1 or run.mesh.divides_experts),
         )
         for number in train.stages_of(plan.world.row(plan.rank))
     }
-
-
-def _replicas_of(run: Run, groups: Mapping[str, Group]) -> ReplicaMembers | None:
-    """Return the replicas of an actor's stages for ``rp.replicas``; None if there is one."""
-    if run.replica_fault is not None and run.mesh.ways("dp") > 1:
-        return RefusedReplicas(run.replica_fault)
-    return GroupReplicas(groups["dp"]) if run.mesh.dp > 1 and run.mesh.cp == 1 and "dp" in groups else None
 
 
 def _shared(modules: Iterable[nn.Module]) -> frozenset[nn.Parameter]:
@@ -249,6 +239,8 @@ def assemble(context: RankContext) -> Assembly:
     model, run = unweighted_model(plan.run), plan.run
     context.compare_layers(model)
     part = build_part(plan, model, device, groups)
+    for stage in part.stages.values():
+        stage.replicas = context.replicas
     if run.activations_on_device is not None:
         move_activations(part.stages)
     if run.compile:

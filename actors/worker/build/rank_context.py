@@ -11,6 +11,7 @@ from torch import Tensor
 
 from raypar.actors.collective.errors import GroupError
 from raypar.actors.collective.group import Group
+from raypar.actors.collective.replicas import GroupReplicas, RefusedReplicas, ReplicaMembers
 from raypar.actors.data_parallel.replica_checks import (
     OtherInputsError,
     UnequalReplicasError,
@@ -74,6 +75,14 @@ class RankContext:
     def replica(self, further: int) -> int:
         """Return the data-parallel coordinate ``further`` replicas on, cyclically."""
         return (self.dp + further) % self.world.mesh.dp
+
+    @cached_property
+    def replicas(self) -> ReplicaMembers | None:
+        """The replicas with which this actor's layers exchange values (``rp.replicas``); None if there is one."""
+        run = self.plan.run
+        if run.mesh.ways("dp") == 1 or self.plan.rank >= self.world.mesh.size:
+            return None
+        return RefusedReplicas(run.replica_fault) if run.replica_fault is not None else GroupReplicas(self.groups["dp"])
 
     @cached_property
     def has_first_copy(self) -> bool:
@@ -197,10 +206,13 @@ class RankContext:
         joined = next((one for one in groups if self._is_of(one, error)), None)
         if joined is None or peer is not None:
             return ActionError(self.label, action, peer, error.reason, True, "")
+        latest = self.replicas.latest if self.replicas is not None and joined.key == "dp" else ""
+        after = f"; the latest call here was {latest}" if latest and latest not in error.reason else ""
         if error.peer is not None:
-            return ActionError(self.label, action, self.world.label(joined.members[error.peer]), error.reason, True, "")
+            other = self.world.label(joined.members[error.peer])
+            return ActionError(self.label, action, other, error.reason + after, True, "")
         others = [self.world.label(rank) for rank in joined.members if rank != self.plan.rank]
-        reason = f"{error.reason}, in the {error.op} of {joined.key}"
+        reason = f"{error.reason}, in the {error.op} of {joined.key}{after}"
         return ActionError(self.label, action, _listed(others), reason, True, "")
 
     def _is_of(self, group: Membership, error: GroupError) -> bool:

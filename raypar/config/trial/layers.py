@@ -159,7 +159,7 @@ def layer_faults(run: Run, skeleton: Skeleton, num_stages: int = 1) -> list[str]
             return [f"model: {error}"]
         if asked and run.mesh.ways("dp") > 1:
             return [*dict.fromkeys(asked)]
-        if replicas.is_used and isinstance(replicas, RefusedReplicas):
+        if replicas.latest and isinstance(replicas, RefusedReplicas):
             return [f"model: its layers or its loss use rp.replicas, and {run.replica_fault}"]
         takes_shapes = last in (None, len(skeleton.model.skeleton))
         if last is None and size <= _MOST_COMPUTED:

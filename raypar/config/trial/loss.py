@@ -77,9 +77,9 @@ def warn_of_loss(run: Run, skeleton: Skeleton) -> None:
             model = skeleton.copy().model
             batches = list(islice(_batches(run, model), _MICROBATCHES))
             disagreeing = _disagreeing(model, run.model, batches)
-            replicas.is_used = False  # by the layers
+            replicas.latest = ""  # of the layers
             found = disagreeing or _misweighted(model, batches, own=run.model.count is not None)
-            if replicas.is_used:
+            if replicas.latest:
                 raise _UnfitError("it exchanges values with other replicas")
         except Exception as error:  # layers, loss and data are the user's; their faults are found elsewhere
             log.info("of how many elements model.loss is the mean was not tried: %s", first_line(error))

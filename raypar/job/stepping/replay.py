@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from raypar.actors.collective.replicas import RefusedReplicas
 from raypar.actors.machine.device import device_of
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import NO_SKIPS
@@ -26,6 +27,9 @@ from raypar.job.stepping.recording import Recorded, read_recording
 from raypar.schedules.schedule import first_faults
 
 Tensors = Mapping[str, Tensor]
+
+
+_OF_OTHERS = "a recording has nothing of other replicas: step by hand, or record a run with mesh.dp 1"
 
 
 @dataclass(frozen=True, repr=False)
@@ -152,6 +156,7 @@ def _build(recorded: Recorded, tensors: Tensors, spec: GPT | Llama | Layers) -> 
         seed=recorded.seed,
         ends=StageEnds(NO_SKIPS, takes_data=not sends_gradients),
         learns=learns,
+        replicas=RefusedReplicas(_OF_OTHERS) if "dp=" in recorded.actor else None,
     )
     with torch.no_grad():
         for name, value in stage.state():

@@ -15,21 +15,17 @@ from tests.support.team import Team, batch
 
 STEPS, ROWS = 3, 3
 OPTIM = SGD(lr=0.1, momentum=0.0)
-LAYOUTS = [
-    {"pp": 1, "dp": 2},
-    {"pp": 1, "dp": 3},
-    {"pp": 2, "dp": 2},
-    {"pp": 1, "dp": 2, "zero": 1},
-    {"pp": 2, "dp": 2, "zero": 2},
-    {"pp": 1, "dp": 3, "zero": 3},
-    {"pp": 2, "dp": 2, "recompute": "full"},
-    {"pp": 2, "dp": 2, "schedule": "zb-h1"},
-]
+LAYOUTS = {
+    "dp2": {"pp": 1, "dp": 2},
+    "pipeline": {"pp": 2, "dp": 2, "zero": 2},
+    "dp3": {"pp": 1, "dp": 3, "zero": 3},
+}
+OTHERS = {
+    "zero1": ("vicreg", {"pp": 1, "dp": 2, "zero": 1}),
+    "recompute": ("norm", {"pp": 2, "dp": 2, "recompute": "full"}),
+    "split": ("clip", {"pp": 2, "dp": 2, "schedule": "zb-h1"}),
+}
 close = {"rtol": 1e-6, "atol": 1e-6}
-
-
-def ids(layout):
-    return "-".join(f"{name}{value}" for name, value in layout.items())
 
 
 class Towers(nn.Module):
@@ -156,8 +152,11 @@ def by_hand(make, weights, loss, data, dp, m):
     return losses, first, {name: p.detach() for name, p in parameters.items()}, buffers
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=ids)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [pytest.param(name, layout, id=f"{name}-{key}") for name in CASES for key, layout in LAYOUTS.items()]
+    + [pytest.param(*other, id=key) for key, other in OTHERS.items()],
+)
 def test_replicas_compute_what_one_process_does_with_the_whole_batch(name, layout):
     make, loss, data, whole, whole_loss = CASES[name]
     m = 2
@@ -189,3 +188,137 @@ def test_the_plain_process_computes_replicas_together(name):
         torch.testing.assert_close([*plain.losses], losses, **close)
         torch.testing.assert_close(plain.gradients, gradients, **close)
         torch.testing.assert_close(plain.weights, weights, **close)
+
+
+def one_layer(forward):
+    """A layer of a linear map and then ``forward``."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return forward(self.linear(x))
+
+    return lambda: [nn.Tanh(), Layer()]
+
+
+def errors_of(forward, **fields):
+    """The errors of both replicas in a step of a layer with this forward."""
+    team = Team(one_layer(forward), pp=1, dp=2, m=1, **fields)
+    return team.each(lambda actor: actor.train(0))
+
+
+def one_sided(x):
+    x = rp.replicas.all_reduce(x, "mean")
+    return x if rp.replicas.index else rp.replicas.all_reduce(x)
+
+
+def other_order(x):
+    first, second = (rp.replicas.all_reduce, rp.replicas.all_gather)[:: 1 if rp.replicas.index else -1]
+    return x + first(x).sum() + second(x).sum()
+
+
+def other_shape(x):
+    return x + rp.replicas.all_gather(x[rp.replicas.index :]).sum()
+
+
+def other_backward(x):
+    every = rp.replicas.all_gather(x)
+    return x + (every if rp.replicas.index else every.detach()).sum() + rp.replicas.all_reduce(x.sin())
+
+
+@pytest.mark.parametrize(
+    ("forward", "says"),
+    [
+        (
+            other_order,
+            "calls rp.replicas.all_gather in layers.1 of (3, 4) float32, and replica 1 rp.replicas.all_reduce",
+        ),
+        (
+            other_shape,
+            "calls rp.replicas.all_gather in layers.1 of (3, 4) float32, and replica 1 rp.replicas.all_gather",
+        ),
+    ],
+)
+def test_replicas_that_make_other_calls_say_which(forward, says):
+    for rank, error in enumerate(errors_of(forward)):
+        assert isinstance(error, ActionError)
+        assert error.actor == f"pp=0 dp={rank}" and "layers.1" in str(error)
+    assert says in str(errors_of(forward)[0])
+
+
+@pytest.mark.parametrize("forward", [one_sided, other_backward])
+def test_a_call_of_one_replica_ends_within_the_deadline_and_names_the_layer(forward):
+    for error in errors_of(forward, timeout=1.0):
+        assert isinstance(error, ActionError)
+        assert "rp.replicas.all_" in str(error) and " in layers.1" in str(error)
+
+
+def test_an_error_of_one_replica_is_the_cause_of_the_others():
+    def forward(x):
+        if rp.replicas.index:
+            raise ValueError("here")
+        return rp.replicas.all_reduce(x)
+
+    errors = errors_of(forward)
+    assert [error.secondary for error in errors] == [True, False]
+
+
+def test_the_ledger_counts_the_bytes_of_a_ring():
+    dp = 3
+    teams = [
+        Team(one_layer(forward), pp=1, dp=dp, m=1)
+        for forward in (lambda x: x, lambda x: x + rp.replicas.all_gather(x).mean(0))
+    ]
+    for team in teams:
+        team.step()
+    part, text = ROWS * 4 * 4, CALL_BYTES
+    for without, having in zip(*(team.ledger("dp") for team in teams), strict=True):
+        sent = {op: having[op][1] - without.get(op, (0, 0))[1] for op in having}
+        # there the rows and back their gradients, each after the text of the call
+        assert sent.pop("all_gather") == (dp - 1) * (part + 2 * text)
+        assert sent.pop("reduce_scatter") == (dp - 1) * part
+        assert not any(sent.values())
+
+
+def test_an_evaluation_exchanges_values_too():
+    team = Team(towers, loss=clip_loss, data=pairs, pp=1, dp=2, m=1)
+    results = team.step(program="evaluate")
+    weights = {name: one.clone() for name, one in team.weights().items()}
+    losses, *_ = by_hand(towers, weights, whole_clip_loss, pairs, 2, 1)
+    torch.testing.assert_close(sum(one for result in results for one in result.losses) / 2, losses[0], **close)
+
+
+def test_with_one_replica_and_outside_of_a_run_nothing_is_exchanged():
+    x = torch.randn(2, 3)
+    assert (rp.replicas.index, rp.replicas.count) == (0, 1)
+    assert rp.replicas.all_gather(x) is x and rp.replicas.all_reduce(x, "max") is x
+    with pytest.raises(ValueError, match="one dimension or more"):
+        rp.replicas.all_gather(x.sum())
+    with pytest.raises(ValueError, match="no op 'min'"):
+        rp.replicas.all_reduce(x, "min")
+    seen = []
+
+    def forward(x):
+        seen.append((rp.replicas.index, rp.replicas.count))
+        return rp.replicas.all_gather(x)
+
+    Team(one_layer(forward), pp=1, m=1).step()
+    assert set(seen) == {(0, 1)}
+
+
+def test_the_largest_value_gets_the_gradient():
+    def forward(x):
+        return rp.replicas.all_reduce(x, "max")
+
+    def whole(x):
+        return torch.stack(x.chunk(2)).amax(0).repeat(2, 1)
+
+    team = Team(one_layer(forward), pp=1, dp=2, m=1, optim=OPTIM)
+    begin = {name: one.clone() for name, one in team.weights().items()}
+    for step in range(STEPS):
+        team.step(step)
+    *_, weights, _ = by_hand(one_layer(whole), begin, mse, batch, 2, 1)
+    torch.testing.assert_close(team.weights(), weights, **close)

@@ -489,13 +489,3 @@ def test_what_would_gather_of_all_replicas_is_told_where_there_are_several(fn, l
     assert fault.startswith(f"torch.distributed is not initialized on actors, and {__file__}, line ")
     assert "set mesh.dp to 1" in fault
     assert rp.faults(replace(run, mesh=rp.Mesh(), microbatches=2)) == []
-
-
-def test_statistics_of_all_replicas_are_told():
-    def fn():
-        return [nn.Sequential(nn.Linear(4, 2), nn.SyncBatchNorm(2))]
-
-    run = rp.Run(model=rp.Layers(fn, nn.functional.mse_loss), data=rp.Batches(batch), mesh=rp.Mesh(dp=2))
-    (fault,) = rp.faults(run)
-    assert fault.startswith("model.fn: layers.0.1 is a SyncBatchNorm, but replicas do not share their statistics")
-    assert rp.faults(replace(run, mesh=rp.Mesh())) == []
