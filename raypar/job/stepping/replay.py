@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from raypar.actors.collective.replicas import RefusedReplicas
+from raypar.actors.collective.replicas import RefusedReplicas, entered
 from raypar.actors.machine.device import device_of
 from raypar.actors.models.build import build_model
 from raypar.actors.models.skip_connections import NO_SKIPS
@@ -81,7 +81,7 @@ def replay(
         ConfigError: If the file is not a recording, or not one of this model.
     """
     recorded, tensors = read_recording(Path(path))
-    with _as_it_was(recorded):
+    with _as_it_was(recorded), entered(None):
         stage = _build(recorded, tensors, _model_of(recorded, model))
         device = device_of(recorded.device)
         differences: list[str] = []
