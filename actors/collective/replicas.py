@@ -1,7 +1,7 @@
 """Collectives over data-parallel replicas for layers and losses of users: ``rp.replicas``.
 
-Whoever runs a layer says before it which replicas there are and where the call comes from: ``enter``. Where nobody has,
-there is one replica. Each call is compared on all replicas before it communicates, by a text of a fixed length.
+A stage sets which replicas there are, and the name of a layer, before it runs the layer: ``enter``. Without that there is
+one replica. Each call is compared on all replicas before it communicates, by a text of a fixed length.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ _present = _Present()
 
 
 def enter(members: ReplicaMembers | None, place: str) -> None:
-    """Say which replicas the code that this thread calls next is of.
+    """Set of which replicas the code is that this thread calls next.
 
     Args:
         members: The replicas; None if there is one.
@@ -173,7 +173,7 @@ def enter(members: ReplicaMembers | None, place: str) -> None:
 
 
 def enter_none() -> None:
-    """Say that the code that this thread calls next is of no run."""
+    """Set that the code that this thread calls next is of no run."""
     enter(None, _ANYWHERE)
 
 
