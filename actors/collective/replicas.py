@@ -1,7 +1,7 @@
 """Collectives over data-parallel replicas for layers and losses of users: ``rp.replicas``.
 
-A stage sets which replicas there are, and the name of a layer, before it runs the layer: ``enter``. Without that there is
-one replica. Each call is compared on all replicas before it communicates, by a text of a fixed length.
+A stage sets which replicas there are, and the name of a layer, before it runs the layer: ``enter``. Without that there
+is one replica. Each call is compared on all replicas before it communicates, by a text of a fixed length.
 """
 
 from __future__ import annotations
@@ -255,3 +255,4 @@ class Replicas:
 
 
 replicas = Replicas()
+"""the collectives of the present replica, as ``rp.replicas``"""
