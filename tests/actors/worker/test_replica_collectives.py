@@ -9,6 +9,7 @@ import raypar as rp
 from raypar.actors.collective.replicas import CALL_BYTES
 from raypar.actors.errors import ActionError
 from raypar.actors.optim.lr import lr_at
+from raypar.actors.specs.model import Layers
 from raypar.actors.specs.optim import SGD
 from raypar.parity.reference import train_plainly
 from tests.support.team import Team, batch
@@ -322,3 +323,45 @@ def test_the_largest_value_gets_the_gradient():
         team.step(step)
     *_, weights, _ = by_hand(one_layer(whole), begin, mse, batch, 2, 1)
     torch.testing.assert_close(team.weights(), weights, **close)
+
+
+class Halves(nn.Module):
+    """Two linear layers, which a plan divides over tensor ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = self.down(self.up(x).tanh())
+        return y - rp.replicas.all_reduce(y.mean(0), "mean")
+
+
+def test_tensor_ranks_exchange_values_with_those_of_other_replicas():
+    plan = {"layers.*.up": "column", "layers.*.down": "row"}
+
+    def halves():
+        return [Halves(), nn.SyncBatchNorm(4)]
+
+    def whole():
+        return [Halves(), nn.BatchNorm1d(4)]
+
+    model = Layers(halves, mse, plan=plan)
+    team = Team(halves, model=model, pp=1, dp=2, tp=2, m=2, optim=OPTIM)
+    begin = {name: one.clone() for name, one in team.weights().items()}
+    for step in range(STEPS):
+        team.step(step)
+    *_, weights, _ = by_hand(whole, begin, mse, batch, 2, 2)
+    torch.testing.assert_close(team.weights(), weights, **close)
+
+
+def test_tensors_of_integers_and_without_a_gradient_are_gathered():
+    seen = []
+
+    def forward(x):
+        labels = torch.arange(2) + 10 * rp.replicas.index
+        seen.append((rp.replicas.all_gather(labels).tolist(), rp.replicas.all_gather(labels > 5).tolist()))
+        return x + rp.replicas.all_reduce(labels).sum()
+
+    Team(one_layer(forward), pp=1, dp=2, m=1).step()
+    assert seen == [([0, 1, 10, 11], [False, False, True, True])] * 2
