@@ -150,6 +150,12 @@ class Refusals:
             raise
 
 
+def with_lines(actor: RayparActor, result: StepResult) -> StepResult:
+    """Return a result with what was printed and what was logged on an actor since the last one."""
+    warned = () if actor._warnings is None else actor._warnings.take()
+    return replace(result, printed=() if actor._printed is None else actor._printed.take(), warned=warned)
+
+
 class RayparActor:
     """Hosts a worker or a parameter server inside a Ray actor.
 
@@ -250,13 +256,13 @@ class RayparActor:
             else:
                 result = take("train", step, epoch)
             copied = keep_after(member, self._keeper, step + max(0, stream - 1), copy_within)
-            return self._with_lines(replace(result, copied=copied))
+            return with_lines(self, replace(result, copied=copied))
 
     def run(self, program: ProgramName, step: int) -> StepResult:
         """Perform this actor's row of a step of another program, as an evaluation. Raises what ``train`` raises."""
         member = there(self._member)
         with self._refusals.attempt(begins=member.context.label):
-            return self._with_lines(member.run(program, step))
+            return with_lines(self, member.run(program, step))
 
     def start_step(self, step: int, epoch: int, stream: int = 0) -> None:
         """Begin a training step whose actions are separate calls. The arguments are those of ``train``.
@@ -283,7 +289,7 @@ class RayparActor:
         with self._refusals.attempt():
             result = worker_in(self._member).end()
         copied = keep_after(there(self._member), self._keeper, step, copy_within)
-        return self._with_lines(replace(result, copied=copied))
+        return with_lines(self, replace(result, copied=copied))
 
     def open(self, step: int) -> None:
         """Begin a training step by hand."""
@@ -299,7 +305,7 @@ class RayparActor:
         result = member.end()
         if self._keeper is not None:
             self._keeper.after(member.probe.step.number + 1, member.state)
-        return self._with_lines(result)
+        return with_lines(self, result)
 
     def rewind(self) -> None:
         """Restore the state that the actor had when the step by hand was opened, and open the step again."""
@@ -440,11 +446,6 @@ class RayparActor:
     def printed(self) -> tuple[str, ...]:
         """Return the lines that the user's code has printed here since the last result or call."""
         return () if self._printed is None else self._printed.take()
-
-    def _with_lines(self, result: StepResult) -> StepResult:
-        """Return a result with what was printed and what was logged here since the last one."""
-        warned = () if self._warnings is None else self._warnings.take()
-        return replace(result, printed=self.printed(), warned=warned)
 
     def located(self) -> Located:
         """Return where this actor is."""
