@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import threading
 import random
+import threading
 
 import pytest
 import torch
