@@ -83,11 +83,9 @@ def run_padded(
 ) -> Tensor:
     """Return for each token the sum (T, D) of its experts' outputs, each expert called with the same number of rows.
 
+    Other arguments are those of ``run_grouped``.
+
     Args:
-        x_TD: The tokens.
-        chosen_TK: The experts that each token chose, int64, each from 0 to E - 1, or -1 for a dropped choice.
-        gates_TK: The weight of each choice.
-        num_experts: Number E of experts.
         most: The most choices of one expert. Missing ones are rows of zeros, whose outputs count nowhere.
         compute: Computes the rows (E x most, D) of all experts, in the order of the experts.
     """
