@@ -29,6 +29,7 @@ def test_the_page_is_what_the_rules_say():
     )
 
 
+@pytest.mark.long
 def test_two_features_or_three_are_refused_where_the_table_says_so(text):
     draw, (cells, _) = random.Random(14), table()
     wrong, refused, drawn = [], 0, 0

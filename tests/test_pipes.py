@@ -23,6 +23,7 @@ CASES = {
 PROGRAM = "import sys; from raypar.cli.main import run_command as main; sys.exit(main())"
 
 
+@pytest.mark.sampled
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("file", CASES)
 def test_a_pipe_in_place_of_a_file_is_told_at_once(file, tmp_path):

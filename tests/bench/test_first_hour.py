@@ -347,10 +347,8 @@ def test_a_row_reports_its_figures_and_what_a_cpu_lacks(tmp_path):
 
 
 @NO_GPU
-@pytest.mark.parametrize(
-    "contestant",
-    ["ddp", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp2", "raypar-zero-0", "raypar-zero-3"))],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("contestant", ["ddp", "fsdp2", "raypar-zero-0", "raypar-zero-3"])
 def test_replicas_of_one_gpu_are_processes_of_their_own(tmp_path, contestant):
     code, found = report_of(tmp_path, f"gpt-124m/bf16/2 on one GPU/{contestant}")
     assert (code, found["status"], found["reason"]) == (0, "done", "")

@@ -164,6 +164,7 @@ def test_a_group_leaves_no_keys_in_rays_store(cluster, actors):
     ray_private.delete(prefix.encode())
 
 
+@pytest.mark.long
 def test_a_gpu_group_has_a_cpu_group_beside_it(cluster, actors):
     got = cluster.get([actors[rank].gpu.remote("gpus") for rank in range(2)], timeout=60)
     for rank, (out, kinds, there, here, counted, said) in enumerate(got):

@@ -809,6 +809,7 @@ def test_a_run_that_changes_no_weight_has_failed(said, kept_actors, data):
     assert "of which 2 skipped" in out
 
 
+@pytest.mark.long
 def test_a_run_of_replicas_and_servers_is_traced(said, kept_actors, data, tmp_path):
     path, log = tmp_path / "step.json", tmp_path / "log.jsonl"
     path.write_text("of another run")

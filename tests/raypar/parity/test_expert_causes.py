@@ -99,6 +99,7 @@ def test_verify_finds_auxiliary_losses_that_are_missing(monkeypatch):
     assert "blocks.0" in verdict.diagnosis.place, "the last block's output comes after its own"
 
 
+@pytest.mark.long
 def test_verify_finds_auxiliary_losses_that_are_not_averaged_over_replicas(monkeypatch):
     monkeypatch.setattr(TokenMean, "auxiliary", lambda mean, scale: scale / mean._num_microbatches)
     verdict = verdict_of(moe(mesh=rp.Mesh(dp=2), microbatches=3))

@@ -106,6 +106,7 @@ JOINT = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("layout", JOINT)
 def test_one_loss_over_the_experts_of_all_layers(layout):

@@ -43,6 +43,7 @@ def recovered(run, actors):
         return cluster, job.failures
 
 
+@pytest.mark.long
 @pytest.mark.sampled
 @pytest.mark.parametrize("size", [16, 64, pytest.param(128, marks=pytest.mark.long)])
 def test_of_replicas_with_copies_of_one_state_each_other_node_gets_it_once(size):
