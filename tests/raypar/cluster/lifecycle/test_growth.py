@@ -34,8 +34,8 @@ class Layouts(NamedTuple):
     """
 
     meshes: Callable[[int], tuple[rp.Mesh, rp.Mesh]]
-    few: int = 32
-    many: int = 128
+    few: int = 24
+    many: int = 96
     zero: int | None = None
 
 
