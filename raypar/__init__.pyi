@@ -13,8 +13,6 @@ from raypar.actors.layers.attention.linear_attention import LinearAttention as L
 from raypar.actors.layers.attention.relative_attention import RelativeAttention as RelativeAttention
 from raypar.actors.layers.attention.time_mixing import TimeMixing as TimeMixing
 from raypar.actors.mesh.mesh import Mesh as Mesh
-from raypar.actors.pipeline.step_info import StepInfo as StepInfo
-from raypar.actors.pipeline.step_info import step_info as step_info
 from raypar.actors.specs.data import Batches as Batches
 from raypar.actors.specs.data import Examples as Examples
 from raypar.actors.specs.data import Text as Text

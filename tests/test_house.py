@@ -479,8 +479,8 @@ MAY_IMPORT = {
         "actors actors/hugging_face actors/machine actors/models/own actors/specs raypar raypar/config schedules"
     ),
     "raypar/config/trial": (
-        "actors actors/collective actors/data actors/models actors/models/init actors/models/own actors/pipeline "
-        "actors/specs actors/worker/build schedules"
+        "actors actors/collective actors/data actors/models actors/models/init actors/models/own actors/specs "
+        "actors/worker/build schedules"
     ),
     "raypar/doctor": (
         "actors/collective/ray actors/machine raypar raypar/cluster raypar/cluster/lifecycle "
@@ -532,8 +532,8 @@ MAY_IMPORT = {
     ),
     "raypar/parity": (
         "actors actors/autograd actors/collective actors/data actors/expert_parallel actors/inspect actors/machine "
-        "actors/mesh actors/models actors/optim actors/optim/muon actors/pipeline actors/specs raypar raypar/config "
-        "raypar/job raypar/job/start schedules"
+        "actors/mesh actors/models actors/optim actors/optim/muon actors/specs raypar raypar/config raypar/job "
+        "raypar/job/start schedules"
     ),
     "raypar/planner": (
         "actors/machine actors/mesh actors/models actors/specs raypar raypar/planner/calibrated "

@@ -36,7 +36,6 @@ from raypar.actors.models.init.meta_guard import NO_VALUES, MetaGuard
 from raypar.actors.models.skip_connections import Skipped
 from raypar.actors.pipeline.offloaded_activations import OffloadedActivations
 from raypar.actors.pipeline.stage_ends import StageEnds
-from raypar.actors.pipeline.step_info import StepInfo, set_step_info
 from raypar.actors.pipeline.weight_grad import DeferredGradients, Linears
 from raypar.actors.rng import derive
 from raypar.actors.specs.recompute import Recompute, word_of
@@ -460,7 +459,6 @@ class Stage:
         if not self.learns:
             return ()
         inputs, tail, then, target = self._saved.pop((step, microbatch))
-        set_step_info(StepInfo(step, microbatch, trains=True))  # for layers that recompute parts of themselves
         if self.weights is not None:
             self.weights.start("both" if self._runs_again else "backward")
         if self._runs_again:
@@ -576,7 +574,6 @@ class Stage:
         """Seed a layer for a microbatch, and select its documents, slice and labels."""
         of_batch = target is not None
         enter(self.replicas if of_batch else None, self.model.names[layer])
-        set_step_info(StepInfo(step, microbatch, self._train) if of_batch else StepInfo())
         self.device.seed(derive(self.seed, "layer", step, microbatch, layer))
         if self.model.documents is not None:
             program: ProgramName = "train" if self._train else "evaluate"

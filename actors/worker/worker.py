@@ -21,7 +21,6 @@ from raypar.actors.machine.device import ComputeDevice
 from raypar.actors.machine.last_action import LastAction
 from raypar.actors.optim.votes import ballot_of
 from raypar.actors.pipeline.moves import moves_of
-from raypar.actors.pipeline.step_info import StepInfo, set_step_info
 from raypar.actors.specs.results import Kind, Span, StepResult, Updated
 from raypar.actors.specs.types import ProgramName
 from raypar.actors.worker.build.assemble import assemble, ends_of_rounds
@@ -205,7 +204,6 @@ class Worker:
             raise self.context.failed(str(step.now), self._peer(action), error) from None
         finally:
             enter_none()
-            set_step_info(StepInfo())
         step.events.append(Span(action, start, device.mark(), step.num_bytes, None, self._calls(start)))
         if step.notes is not None and (values := self._flow.seen(action)):
             step.notes.made[action] = values

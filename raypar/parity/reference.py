@@ -30,7 +30,6 @@ from raypar.actors.optim.loss_scale import LossScaler
 from raypar.actors.optim.lr import lr_at
 from raypar.actors.optim.masters import masters_of
 from raypar.actors.optim.optimizer import build_optimizer, set_lr
-from raypar.actors.pipeline.step_info import StepInfo, in_step, set_step_info
 from raypar.actors.rng import derive
 from raypar.actors.sharding import Sharding
 from raypar.actors.specs.model import Layers
@@ -218,7 +217,7 @@ class _Plain:
         for number in self._order:
             if number in found:
                 continue
-            with nullcontext() if watch is None else watch.of(number), in_step(StepInfo(step, number, trains=True)):
+            with nullcontext() if watch is None else watch.of(number):
                 found |= self._microbatches(step, number, watch, auxiliary=auxiliary)
             if sums is not None:
                 sums.take()
@@ -314,7 +313,6 @@ class _Plain:
             replicas: The replicas that the layers and the loss exchange values with; None if they can't.
         """
         self._turn_to(number, watch)
-        set_step_info(StepInfo(step, number, trains=True))  # a replica may have a thread of its own
         microbatch, dp = divmod(number, self._run.mesh.dp)
         values = self._device.to(self._source.inputs("train", step, microbatch, dp))
         target = self._device.to(self._source.targets("train", step, microbatch, dp))

@@ -11,7 +11,6 @@ import torch
 
 from raypar.actors.collective.replicas import RefusedReplicas, RepeatedReplicas, ReplicaMembers, entered
 from raypar.actors.models.skeleton import Skeleton
-from raypar.actors.pipeline.step_info import StepInfo, in_step
 from raypar.actors.specs.model import Layers
 from raypar.actors.specs.run import Run
 
@@ -43,5 +42,5 @@ def tried_as(run: Run) -> Iterator[ReplicaMembers]:
     """
     count, fault = run.mesh.ways("dp"), run.replica_fault
     members = RepeatedReplicas(count) if fault is None or count == 1 else RefusedReplicas(fault)
-    with entered(members), in_step(StepInfo(0, 0, trains=True)):
+    with entered(members):
         yield members
