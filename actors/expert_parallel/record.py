@@ -128,7 +128,7 @@ class RouterRecord:
             self._copying.append(partial(_put_loads, loads, counts))
 
     def _wait(self) -> None:
-        """Put what is copied to the host in the place of what is on the device."""
+        """Wait for the copies, and keep them instead of the tensors on the device."""
         for put in self._copying:
             put()
         self._copying.clear()

@@ -153,7 +153,7 @@ class Refusals:
 def with_lines(actor: RayparActor, result: StepResult) -> StepResult:
     """Return a result with what was printed and what was logged on an actor since the last one."""
     warned = () if actor._warnings is None else actor._warnings.take()
-    return replace(result, printed=() if actor._printed is None else actor._printed.take(), warned=warned)
+    return replace(result, printed=actor.printed(), warned=warned)
 
 
 class RayparActor:
